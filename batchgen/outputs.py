@@ -1,0 +1,55 @@
+"""What a generation returns. In: finished sequences. Out: Sample and Group. Never imports torch."""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from batchgen.errors import ErrorInfo
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+LogprobsMode = Literal["processed", "raw"]
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One completion. Every per-token list has exactly `len(token_ids)` entries."""
+
+    index: int
+    """Which of the group's n samples this is, 0-based."""
+    token_ids: list[int]
+    """Sampled ids, the stopping token or the tokens of the stop string included."""
+    logprobs: list[float]
+    """float32 log-probability of each sampled id, in the group's `logprobs_mode`."""
+    text: str
+    """The ids decoded; cut before the stop string unless `include_stop`."""
+    finish_reason: FinishReason
+    stop_match: str | int | None = None
+    """The stop string or token id that ended the sample; None for the other reasons."""
+    detail: str | None = None
+    """Why, where the reason alone does not say (for example: max_tokens was clamped to the context)."""
+    seed: int
+    """64-bit seed of this sample's random numbers."""
+    weights_versions: list[tuple[int, int, int]]
+    """(version, start, end): output tokens start..end-1 were sampled by these weights."""
+    top_logprobs: list[dict[int, float]] | None = None
+    """Per token the k most likely ids, most likely first (`SamplingParams.logprobs = k`)."""
+    routed_experts: np.ndarray | None = None
+    """int16 [prompt + output - 1, MoE layers, experts per token]: the router's choice for every position that was computed."""
+    error: ErrorInfo | None = None
+    """Set exactly when finish_reason is `error`."""
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """All samples of one prompt, in index order."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    samples: list[Sample]
+    logprobs_mode: LogprobsMode
+    """`processed`: log_softmax(logits / temperature); `raw`: log_softmax(logits). Both before penalties, masks and filters."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the cache instead of being computed."""
+    prompt_logprobs: list[float | None] | None = None
+    """Log-probability of each prompt id given those before it; the first is None."""
+    prompt_top_logprobs: list[dict[int, float]] | None = None
+    """The k most likely ids at each prompt position (`prompt_logprobs = k > 0`); the first is empty."""
