@@ -53,3 +53,27 @@ class Group(msgspec.Struct, kw_only=True):
     """Log-probability of each prompt id given those before it; the first is None."""
     prompt_top_logprobs: list[dict[int, float]] | None = None
     """The k most likely ids at each prompt position (`prompt_logprobs = k > 0`); the first is empty."""
+
+
+class GroupBuilder:
+    """Collects one request's results, in any order, into a Group."""
+
+    def __init__(self, request_id: str, prompt_token_ids: list[int], n: int, logprobs_mode: LogprobsMode):
+        self.group = Group(request_id=request_id, prompt_token_ids=prompt_token_ids, samples=[], logprobs_mode=logprobs_mode)
+        self._samples: list[Sample | None] = [None] * n
+        self.missing = n
+        """Samples still to come."""
+
+    def add(self, sample: Sample, num_cached_tokens: int = 0) -> bool:
+        """Keep a sample; a second one with the same index is ignored. Returns whether the group is complete."""
+        if self._samples[sample.index] is None:
+            self._samples[sample.index] = sample
+            self.missing -= 1
+            self.group.num_cached_tokens = max(self.group.num_cached_tokens, num_cached_tokens)
+        if self.missing == 0:
+            self.group.samples = [s for s in self._samples if s is not None]
+        return self.missing == 0
+
+    def absent(self) -> list[int]:
+        """Indices of the samples still to come."""
+        return [i for i, sample in enumerate(self._samples) if sample is None]

@@ -1,0 +1,55 @@
+"""Engine configuration. In: the user's choices. Out: a validated EngineConfig. Never imports torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Everything an engine needs to know before it starts."""
+
+    model: str
+    """Folder with config.json, *.safetensors and tokenizer files in Hugging Face layout."""
+    dtype: Dtype = "auto"
+    """Type of weights, activations and KV. `auto`: the checkpoint's, or float32 where the CPU has no bfloat16 instructions."""
+    device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`."""
+    device_memory_gb: float | None = None
+    """GB (1e9 bytes) for weights + KV + workspace. None: the device's free memory (GPU), or weights + `kv_gb` (CPU)."""
+    kv_gb: float | None = None
+    """GB for KV pages. None: what is left of device_memory_gb, else 1 GB on CPU."""
+    host_memory_gb: float | None = None
+    """GB of host memory the engine may use for overflowing KV and staged weights. None: unlimited."""
+    seed: int = 0
+    """Run seed: base of every sample's seed unless the request brings its own."""
+    deterministic: bool = False
+    """Batch-invariant computation: tokens and logprobs are bit-identical whatever the batch mates, chunking or preemption."""
+    page_size: int = 16
+    """Tokens per KV page."""
+    max_num_seqs: int = 256
+    """Most sequences decoded together."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens in one forward pass."""
+    max_model_len: int | None = None
+    """Longest prompt + output in tokens. None: the model's own limit."""
+    decision_interval: int = 16
+    """Decode steps between two visits of the scheduler, at most."""
+    num_threads: int | None = None
+    """CPU threads for torch. None: torch's default."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype is auto, float32 or bfloat16, got {self.dtype!r}")
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size is a power of two, got {self.page_size}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "decision_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
+        for name in ("device_memory_gb", "kv_gb", "host_memory_gb", "max_model_len", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is positive or None, got {value}")
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed is an unsigned 64-bit integer, got {self.seed}")
