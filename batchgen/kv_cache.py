@@ -1,0 +1,52 @@
+"""The keys and values of every page. In: page and slot numbers. Out: reads and writes of KV tensors. Never decides who owns a page.
+
+Shapes: L layers, P pages, H KV heads, S slots of a page, D head size, T tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from batchgen.models.config import ModelConfig
+
+
+class KVCache:
+    """Two tensors, k_LPHSD and v_LPHSD: within a page each head's keys lie together, so a head's page is one contiguous run."""
+
+    def __init__(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str):
+        shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.k_LPHSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_LPHSD = torch.zeros(shape, dtype=dtype, device=device)
+
+    @classmethod
+    def bytes_per_page(cls, config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one page over all layers."""
+        return 2 * config.num_layers * config.num_kv_heads * page_size * config.head_dim * dtype.itemsize
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages, for a sample that continues a shared, partly filled page."""
+        source_N, target_N = (torch.tensor(pages, device=self.k_LPHSD.device) for pages in (sources, targets))
+        for cache in (self.k_LPHSD, self.v_LPHSD):
+            cache.index_copy_(1, target_N, cache.index_select(1, source_N))
+
+    def head_slots(self, kv_slots_T: Tensor) -> Tensor:
+        """Row of each (token, head) in a layer's KV seen as [P * H * S, D]; flattened over T and H."""
+        page_T, offset_T = kv_slots_T // self.page_size, kv_slots_T % self.page_size
+        heads_H = torch.arange(self.num_kv_heads, device=kv_slots_T.device)
+        return ((page_T[:, None] * self.num_kv_heads + heads_H) * self.page_size + offset_T[:, None]).reshape(-1)
+
+    def begin_pages(self, kv_slots_T: Tensor) -> None:
+        """Clear the values of pages whose first slot is written now: a masked key still multiplies its value by zero, and zero times a
+        former owner's NaN would be NaN."""
+        fresh_N = kv_slots_T[kv_slots_T % self.page_size == 0] // self.page_size
+        self.v_LPHSD.index_fill_(1, fresh_N, 0.0)
+
+    def write(self, layer: int, head_slots_N: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
+        """Store this step's keys and values of one layer at the rows given by `head_slots`."""
+        for cache, new_THD in ((self.k_LPHSD, k_THD), (self.v_LPHSD, v_THD)):
+            cache[layer].view(-1, self.head_dim).index_copy_(0, head_slots_N, new_THD.reshape(-1, self.head_dim).to(cache.dtype))

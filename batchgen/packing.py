@@ -1,0 +1,32 @@
+"""One forward pass as tensors. In: nothing. Out: PackedBatch, the only thing a model sees of the scheduler. Never touches weights or KV."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class PackedBatch:
+    """A ragged batch without padding: the decode rows first, then the prefill chunks.
+
+    T tokens, B rows (sequences), P pages of the longest row, M tokens whose logits are wanted.
+    """
+
+    input_ids_T: Tensor
+    """int64."""
+    positions_T: Tensor
+    """int64, position of each token in its sequence."""
+    kv_slots_T: Tensor
+    """int64, page * page_size + offset: where this token's KV is written."""
+    query_starts: list[int]
+    """B + 1 offsets into T; row b owns tokens query_starts[b]:query_starts[b + 1]."""
+    num_decode: int
+    """The first num_decode rows have exactly one token each."""
+    context_lens_B: Tensor
+    """int64, keys visible to the row's last token, this step's included."""
+    page_table_BP: Tensor
+    """int64, padded with 0."""
+    logit_index_M: Tensor
+    """int64 indices into T."""
+    return_routed: bool = False
+    """Also return the experts that the router chose."""
