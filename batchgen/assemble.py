@@ -1,0 +1,45 @@
+"""From a configuration to the parts of an engine. In: EngineConfig. Out: loaded model, tokenizer, memory plan, model facts."""
+
+import logging
+
+import torch
+
+from batchgen.config import EngineConfig
+from batchgen.events import ModelFacts
+from batchgen.kv_cache import KVCache
+from batchgen.memory import MemoryPlan, plan_memory
+from batchgen.models.registry import LoadedModel, load_model
+from batchgen.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, MemoryPlan, ModelFacts]:
+    """Load the folder and plan the memory. Raises ModelError and MemoryPlanError."""
+    free_bytes = torch.cuda.mem_get_info(config.device)[0] if config.device.startswith("cuda") else None
+    loaded = load_model(config.model, config.dtype, config.device, config.deterministic)
+    tokenizer = Tokenizer.from_folder(config.model)
+    model = loaded.config
+    memory = plan_memory(
+        config,
+        weights_bytes=loaded.weights_bytes,
+        bytes_per_page=KVCache.bytes_per_page(model, config.page_size, loaded.kv_dtype),
+        model_max_len=model.max_position_embeddings,
+        vocab_size=model.vocab_size,
+        device_free_bytes=free_bytes,
+    )
+    log.info("memory plan:\n%s", memory.table())
+    facts = ModelFacts(
+        name=loaded.name,
+        architecture=model.architecture,
+        fingerprint=loaded.fingerprint,
+        vocab_size=min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size,
+        max_model_len=memory.max_model_len,
+        eos_token_ids=list(model.eos_token_ids),
+        num_layers=model.num_layers,
+        num_experts=model.num_experts,
+        num_experts_per_tok=model.num_experts_per_tok,
+        dtype=str(loaded.kv_dtype).removeprefix("torch."),
+        deterministic=config.deterministic,
+    )
+    return loaded, tokenizer, memory, facts

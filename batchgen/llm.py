@@ -1,0 +1,122 @@
+"""Offline use: prompts in, groups out, no service. In: ids, text or chat messages. Out: Group per prompt, in order."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from batchgen.config import EngineConfig
+from batchgen.engine import Engine, UpdatePolicy
+from batchgen.errors import ErrorInfo, RequestError
+from batchgen.events import PromptScored, SampleFinished
+from batchgen.outputs import Group, GroupBuilder, Sample
+from batchgen.request import Request, sample_seed, seed_base
+from batchgen.sampling_params import SamplingParams
+
+Prompt = list[int] | str | list[dict[str, Any]]
+"""Token ids, text, or chat messages."""
+
+
+class LLM:
+    """An engine and its tokenizer in this process.
+
+    `options` are the fields of EngineConfig (dtype, device, device_memory_gb, seed, deterministic, ...).
+    Raises ModelError and MemoryPlanError.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        self.engine = Engine(EngineConfig(model=str(model), **options))
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        on_sample: Callable[[int, Sample], None] | None = None,
+    ) -> list[Group]:
+        """Finish the whole batch. A prompt that cannot be served gets samples with finish_reason `error`; the others go on.
+
+        `on_sample(prompt index, sample)` is called as each sample finishes. The k-th prompt that this LLM ever got has run seed and
+        k as its seed, so a repeated call draws new samples and a repeated program draws the same.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is a list of prompts; wrap a single one in a list")
+        prompts = list(prompts)
+        params = params or SamplingParams()
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling params")
+        builders: dict[str, tuple[int, GroupBuilder]] = {}
+        groups: list[Group | None] = [None] * len(prompts)
+        for position, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
+            request_id = str(self._num_requests)
+            self._num_requests += 1
+            base = seed_base(self.engine.config.seed, request_id, wanted)
+            ids: list[int] = []
+            try:
+                ids = self.encode(prompt)
+                self.engine.submit(
+                    Request(request_id=request_id, prompt_token_ids=ids, params=wanted, sample_indices=list(range(wanted.n)), seed_base=base)
+                )
+            except RequestError as error:
+                groups[position] = _error_group(request_id, ids, wanted, base, error.info())
+                continue
+            builders[request_id] = (position, GroupBuilder(request_id, ids, wanted.n, wanted.logprobs_mode))
+        while builders:
+            for event in self.engine.step():
+                if isinstance(event, SampleFinished) and event.request_id in builders:
+                    position, builder = builders[event.request_id]
+                    if builder.add(event.sample, event.num_cached_tokens):
+                        groups[position] = builders.pop(event.request_id)[1].group
+                    if on_sample is not None:
+                        on_sample(position, event.sample)
+                elif isinstance(event, PromptScored) and event.request_id in builders:
+                    group = builders[event.request_id][1].group
+                    group.prompt_logprobs, group.prompt_top_logprobs = event.prompt_logprobs, event.prompt_top_logprobs
+        return [group for group in groups if group is not None]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. Raises RequestError when text or messages come without a tokenizer."""
+        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            return prompt  # type: ignore[return-value]
+        tokenizer = self.engine.tokenizer
+        if not isinstance(prompt, str | list):
+            raise RequestError(f"a prompt is token ids, text or chat messages, got {type(prompt).__name__}", code="invalid_prompt")
+        if tokenizer is None:
+            raise RequestError("the model folder has no tokenizer; give token ids", code="no_tokenizer")
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+
+    def update_weights(
+        self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], version: int, policy: UpdatePolicy = "finish"
+    ) -> None:
+        """Replace every weight in place (Hugging Face names). Raises WeightUpdateError and keeps the old weights when anything is wrong."""
+        stage = self.engine.weights.open(version)
+        try:
+            for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+                stage.put(name, tensor)
+            self.engine.commit_weights(stage, policy)
+        except BaseException:
+            stage.discard()
+            raise
+        while self.engine.weights_version != version:
+            self.engine.step()
+
+
+def _error_group(request_id: str, ids: list[int], params: SamplingParams, base: int, error: ErrorInfo) -> Group:
+    samples = [
+        Sample(
+            index=i,
+            token_ids=[],
+            logprobs=[],
+            text="",
+            finish_reason="error",
+            seed=sample_seed(base, i),
+            weights_versions=[],
+            error=error,
+        )
+        for i in range(params.n)
+    ]
+    return Group(request_id=request_id, prompt_token_ids=ids, samples=samples, logprobs_mode=params.logprobs_mode)
