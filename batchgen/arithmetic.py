@@ -1,0 +1,71 @@
+"""How products are computed on this device. In: storage dtype, device, whether results must be batch-invariant. Out: linear products.
+Never knows a model.
+
+A CPU without bfloat16 instructions keeps bfloat16 weights in memory and multiplies in float32: a block of weights is widened into a small
+scratch that stays in cache. Batch-invariant mode computes everything in tiles of a fixed shape, so that the same kernel runs, in the same
+order, whatever else is in the batch.
+
+Shapes: T tokens, D inputs, N outputs, G weight matrices of one block.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+log = logging.getLogger(__name__)
+
+TILE_ROWS = 16
+"""Tokens of one tile in batch-invariant mode."""
+SCRATCH_ELEMENTS = 1 << 19
+"""Weights widened at a time: 2 MB of float32, the size of a second-level cache."""
+
+
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 products run on instructions of their own."""
+    return device.type != "cpu" or bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+class Arithmetic:
+    """Storage and compute types, and the products that go with them."""
+
+    def __init__(self, *, storage_dtype: torch.dtype, device: torch.device, deterministic: bool):
+        widen = storage_dtype == torch.bfloat16 and (deterministic or not has_native_bfloat16(device))
+        self.device = device
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = torch.float32 if widen else storage_dtype
+        self.deterministic = deterministic
+        self._scratch = torch.empty(SCRATCH_ELEMENTS if widen else 0, dtype=self.compute_dtype, device=device)
+        log.info(
+            "%s: weights %s, products %s%s", device, storage_dtype, self.compute_dtype, ", batch-invariant tiles" if deterministic else ""
+        )
+
+    def widen(self, weight: Tensor) -> Tensor:
+        """The weight in the compute type; valid until the next call."""
+        if weight.dtype == self.compute_dtype:
+            return weight
+        if weight.numel() > self._scratch.numel():
+            self._scratch = self._scratch.new_empty(weight.numel())
+        return self._scratch[: weight.numel()].view(weight.shape).copy_(weight)
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias in the compute type."""
+        bias_N = None if bias_N is None else bias_N.to(self.compute_dtype)
+        rows = max(1, SCRATCH_ELEMENTS // weight_ND.shape[1])
+        if weight_ND.dtype == self.compute_dtype or weight_ND.shape[0] <= rows:
+            return F.linear(x_TD, self.widen(weight_ND), bias_N)
+        y_TN = torch.cat([F.linear(x_TD, self.widen(block)) for block in weight_ND.split(rows)], dim=-1)
+        return y_TN if bias_N is None else y_TN + bias_N
+
+    def pad_rows(self, num_rows: int) -> int:
+        """Rows to allocate for `num_rows`: whole tiles in batch-invariant mode."""
+        return -(-num_rows // TILE_ROWS) * TILE_ROWS if self.deterministic else num_rows
+
+    def tokenwise(self, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """`function` of tensors whose first dimension is tokens (padded by `pad_rows`), tile by tile in batch-invariant mode."""
+        if not self.deterministic:
+            return function(*inputs)
+        tiles = [function(*tile) for tile in zip(*(value.split(TILE_ROWS) for value in inputs), strict=True)]
+        return tuple(torch.cat(outputs) for outputs in zip(*tiles, strict=True))

@@ -1,0 +1,109 @@
+"""Checkpoint folders. In: a path with config.json and *.safetensors. Out: tensors by name, one shard at a time, and a fingerprint.
+Never builds a model.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from batchgen.errors import ModelError, WeightUpdateError
+from batchgen.weights import WeightFill, WeightTable, format_names
+
+MAX_HEADER_BYTES = 100_000_000
+
+
+class Checkpoint:
+    """A folder in Hugging Face layout, checked to be readable."""
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ModelError(f"model folder {str(self.folder)!r} does not exist; pass a local folder in Hugging Face layout")
+        self.config = self._json("config.json")
+        self.generation_config = self._json("generation_config.json") if (self.folder / "generation_config.json").exists() else {}
+        self.shards = self._find_shards()
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.is_file():
+            raise ModelError(f"{self.folder} has no {name}; it is not a complete Hugging Face checkpoint")
+        try:
+            values = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ModelError(f"{path} is not valid JSON ({error}); copy the file again") from error
+        if not isinstance(values, dict):
+            raise ModelError(f"{path} holds {type(values).__name__}, not an object")
+        return values
+
+    def _find_shards(self) -> list[Path]:
+        if (self.folder / "model.safetensors.index.json").exists():
+            names = sorted(set(self._json("model.safetensors.index.json").get("weight_map", {}).values()))
+            if any(not isinstance(name, str) or Path(name).name != name for name in names):
+                raise ModelError(f"{self.folder}/model.safetensors.index.json names files outside the folder")
+        else:
+            names = ["model.safetensors"]
+        absent = [name for name in names if not (self.folder / name).is_file()]
+        if absent or not names:
+            raise ModelError(f"{self.folder} lacks weight files: {format_names(absent)}; only safetensors are read")
+        return [self.folder / name for name in names]
+
+    def fingerprint(self) -> str:
+        """Hex digest of config.json and of every shard's header."""
+        digest = hashlib.blake2b((self.folder / "config.json").read_bytes(), digest_size=16)
+        for shard in self.shards:
+            digest.update(_header(shard))
+        return digest.hexdigest()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by name; at most one shard is open at a time."""
+        for shard in self.shards:
+            _header(shard)
+            try:
+                with safe_open(shard, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (not a mapping)
+                        yield name, file.get_tensor(name)
+            except SafetensorError as error:
+                raise ModelError(f"{shard} cannot be read ({error}); copy the file again") from error
+
+
+def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
+    """Fill the model's parameters. ModelError lists names that are missing or that the model does not have."""
+    fill = WeightFill(table, place=lambda view: view)
+    unexpected = []
+    for name, tensor in checkpoint.tensors():
+        if name not in table.slots:
+            unexpected.append(name)
+            continue
+        try:
+            fill.put(name, tensor)
+        except WeightUpdateError as error:
+            raise ModelError(f"{checkpoint.folder}: {error}") from error
+    missing = fill.missing()
+    if missing or unexpected:
+        parts = [f"lacks {len(missing)} parameters: {format_names(missing)}"] if missing else []
+        parts += [f"has {len(unexpected)} that the model does not: {format_names(unexpected)}"] if unexpected else []
+        raise ModelError(f"{checkpoint.folder} does not fit its config.json: it {' and '.join(parts)}")
+
+
+def _header(shard: Path) -> bytes:
+    """The JSON header, after checking that the file is as long as the header says."""
+    size = shard.stat().st_size
+    with shard.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise ModelError(f"{shard} is cut short or not a safetensors file ({size} bytes); copy the file again")
+        header = file.read(length)
+    try:
+        entries = json.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelError(f"{shard} has a damaged header; copy the file again") from error
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        raise ModelError(f"{shard} has {size} bytes, its header says {expected}: the file is cut short; copy it again")
+    return header

@@ -1,0 +1,55 @@
+"""Pieces that decoder families share. In: activations of a packed batch. Out: activations. Never reads a checkpoint or a scheduler.
+
+Shapes: T tokens, D model, H heads, d head size, F feed-forward width, N outputs.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from batchgen.arithmetic import Arithmetic
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight.to(x.dtype) * wide.to(x.dtype)
+
+
+def rotary_table(max_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """float32 [max_positions, 2, head_dim]: cosines, and sines whose first half is negated, of each position's angles."""
+    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    angles = torch.outer(torch.arange(max_positions).float(), inverse)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).to(device)
+
+
+def apply_rotary(x_THd: Tensor, rotary_T2d: Tensor) -> Tensor:
+    """Rotate pairs (i, i + d/2) of each head by its token's angle (Su et al. 2021)."""
+    cos, sin = rotary_T2d.to(x_THd.dtype).unsqueeze(2).unbind(1)
+    return x_THd * cos + x_THd.roll(x_THd.shape[-1] // 2, -1) * sin
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a fused [..., 2F] projection."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class DenseMLP:
+    """Feed-forward layer with fused gate and up projections."""
+
+    def __init__(self, hidden_size: int, width: int, arithmetic: Arithmetic):
+        self.arithmetic = arithmetic
+        self.gate_up_FD = empty_weight(arithmetic, 2 * width, hidden_size)
+        self.down_DF = empty_weight(arithmetic, hidden_size, width)
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        linear = self.arithmetic.linear
+        return linear(gated_silu(linear(x_TD, self.gate_up_FD)), self.down_DF)
+
+
+def empty_weight(arithmetic: Arithmetic, *shape: int) -> Tensor:
+    """Storage of a parameter, kept for the life of the model."""
+    return torch.empty(shape, dtype=arithmetic.storage_dtype, device=arithmetic.device)

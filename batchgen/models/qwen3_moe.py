@@ -1,0 +1,220 @@
+"""Qwen3-MoE decoder. In: a packed batch and the KV cache. Out: logits and the router's choices. Never samples.
+
+Shapes: T tokens, M wanted tokens, D model, H KV heads, G query heads per KV head, d head size, E experts, K experts per token, L MoE layers,
+V vocabulary, X outputs of the fused q, k, v projection, F expert or feed-forward width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from batchgen.arithmetic import Arithmetic
+from batchgen.attention.reference import AttentionPlan, attend, plan_attention
+from batchgen.kv_cache import KVCache
+from batchgen.models.blocks import DenseMLP, apply_rotary, empty_weight, rms_norm, rotary_table
+from batchgen.models.config import ConfigReader, ModelConfig
+from batchgen.moe.experts import Experts, combine
+from batchgen.moe.router import route
+from batchgen.packing import PackedBatch
+from batchgen.weights import Slot
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelOutput:
+    """What one forward pass gives."""
+
+    logits_MV: Tensor
+    """float32, one row per `logit_index_M`."""
+    routed_TLK: Tensor | None
+    """int16 ids of each token's experts in each MoE layer, most likely first; None unless asked for."""
+
+
+class DecoderLayer:
+    """Pre-norm attention, then pre-norm experts or a dense feed-forward layer."""
+
+    def __init__(self, config: ModelConfig, index: int, arithmetic: Arithmetic):
+        self.config = config
+        self.index = index
+        self.arithmetic = arithmetic
+        d, hidden = config.head_dim, config.hidden_size
+        num_outputs = (config.num_heads + 2 * config.num_kv_heads) * d
+        self.input_norm_D = empty_weight(arithmetic, hidden)
+        self.qkv_XD = empty_weight(arithmetic, num_outputs, hidden)
+        self.qkv_bias_X = empty_weight(arithmetic, num_outputs) if config.attention_bias else None
+        self.q_norm_d = empty_weight(arithmetic, d)
+        self.k_norm_d = empty_weight(arithmetic, d)
+        self.o_DX = empty_weight(arithmetic, hidden, config.num_heads * d)
+        self.o_bias_D = empty_weight(arithmetic, hidden) if config.attention_bias else None
+        self.post_norm_D = empty_weight(arithmetic, hidden)
+        self.router_ED: Tensor | None = None
+        self.mlp: Experts | DenseMLP
+        if index in config.moe_layers:
+            self.router_ED = empty_weight(arithmetic, config.num_experts, hidden)
+            self.mlp = Experts(config.num_experts, hidden, config.moe_intermediate_size, arithmetic)
+        else:
+            self.mlp = DenseMLP(hidden, config.intermediate_size, arithmetic)
+
+    def forward(
+        self, x_TD: Tensor, rotary_T2d: Tensor, head_slots_N: Tensor, kv: KVCache, plan: AttentionPlan
+    ) -> tuple[Tensor, Tensor | None]:
+        """New residual stream, and the router's choice in a MoE layer. Rows of `x_TD` beyond the batch's tokens are padding."""
+        c, tokenwise = self.config, self.arithmetic.tokenwise
+        q_THGd, k_THd, v_THd = tokenwise(self._project, x_TD, rotary_T2d)
+        num_tokens = head_slots_N.numel() // c.num_kv_heads
+        kv.write(self.index, head_slots_N, k_THd[:num_tokens], v_THd[:num_tokens])
+        attended_TX = attend(q_THGd, kv, self.index, plan, c.head_dim**-0.5)
+        if num_tokens < x_TD.shape[0]:
+            attended_TX = F.pad(attended_TX, (0, 0, 0, x_TD.shape[0] - num_tokens))
+        if isinstance(self.mlp, DenseMLP):
+            return tokenwise(self._dense, x_TD, attended_TX)[0], None
+        x_TD, normed_TD, ids_TK, weights_TK = tokenwise(self._route, x_TD, attended_TX)
+        y_TKD = self.mlp(normed_TD, ids_TK)
+        return tokenwise(lambda x, y, weights: (x + combine(y, weights),), x_TD, y_TKD, weights_TK)[0], ids_TK
+
+    def _project(self, x_TD: Tensor, rotary_T2d: Tensor) -> tuple[Tensor, ...]:
+        c = self.config
+        normed_TD = rms_norm(x_TD, self.input_norm_D, c.rms_norm_eps)
+        qkv_THd = self.arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X).unflatten(-1, (-1, c.head_dim))
+        q_THd, k_THd, v_THd = qkv_THd.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        q_THd = apply_rotary(rms_norm(q_THd, self.q_norm_d, c.rms_norm_eps), rotary_T2d)
+        k_THd = apply_rotary(rms_norm(k_THd, self.k_norm_d, c.rms_norm_eps), rotary_T2d)
+        return q_THd.unflatten(1, (c.num_kv_heads, -1)), k_THd, v_THd
+
+    def _attention_residual(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, Tensor]:
+        x_TD = x_TD + self.arithmetic.linear(attended_TX, self.o_DX, self.o_bias_D)
+        return x_TD, rms_norm(x_TD, self.post_norm_D, self.config.rms_norm_eps)
+
+    def _dense(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, ...]:
+        x_TD, normed_TD = self._attention_residual(x_TD, attended_TX)
+        return (x_TD + self.mlp(normed_TD),)
+
+    def _route(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, ...]:
+        assert self.router_ED is not None
+        x_TD, normed_TD = self._attention_residual(x_TD, attended_TX)
+        logits_TE = self.arithmetic.linear(normed_TD, self.router_ED)
+        return x_TD, normed_TD, *route(logits_TE, self.config.num_experts_per_tok, self.config.norm_topk_prob)
+
+    def slots(self) -> list[Slot]:
+        """Hugging Face names of this layer's parameters."""
+        c, layer = self.config, f"model.layers.{self.index}"
+        sizes = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim)
+        slots = [
+            Slot(f"{layer}.input_layernorm.weight", self.input_norm_D),
+            Slot(f"{layer}.post_attention_layernorm.weight", self.post_norm_D),
+            Slot(f"{layer}.self_attn.q_norm.weight", self.q_norm_d),
+            Slot(f"{layer}.self_attn.k_norm.weight", self.k_norm_d),
+            Slot(f"{layer}.self_attn.o_proj.weight", self.o_DX),
+        ]
+        for name, part in zip("qkv", self.qkv_XD.split(sizes), strict=True):
+            slots.append(Slot(f"{layer}.self_attn.{name}_proj.weight", part))
+        if self.qkv_bias_X is not None and self.o_bias_D is not None:
+            slots.append(Slot(f"{layer}.self_attn.o_proj.bias", self.o_bias_D))
+            for name, part in zip("qkv", self.qkv_bias_X.split(sizes), strict=True):
+                slots.append(Slot(f"{layer}.self_attn.{name}_proj.bias", part))
+        if isinstance(self.mlp, DenseMLP):
+            gate_FD, up_FD = self.mlp.gate_up_FD.chunk(2)
+            parts = (("gate_proj", gate_FD), ("up_proj", up_FD), ("down_proj", self.mlp.down_DF))
+            return slots + [Slot(f"{layer}.mlp.{name}.weight", part) for name, part in parts]
+        assert self.router_ED is not None
+        slots.append(Slot(f"{layer}.mlp.gate.weight", self.router_ED))
+        experts = f"{layer}.mlp.experts"
+        slots.append(Slot(f"{experts}.gate_up_proj", self.mlp.gate_up_EFD, covers=_expert_slots(experts, self.mlp, ("gate", "up"))))
+        slots.append(Slot(f"{experts}.down_proj", self.mlp.down_EDF, covers=_expert_slots(experts, self.mlp, ("down",))))
+        return slots
+
+
+class Qwen3Moe:
+    """The decoder. Parameters are plain tensors whose storage never changes."""
+
+    architecture = "Qwen3MoeForCausalLM"
+
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
+        self.config = config
+        self.arithmetic = arithmetic
+        self.embedding_VD = empty_weight(arithmetic, config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, index, arithmetic) for index in range(config.num_layers)]
+        self.norm_D = empty_weight(arithmetic, config.hidden_size)
+        tied = config.tie_word_embeddings
+        self.head_VD = self.embedding_VD if tied else empty_weight(arithmetic, config.vocab_size, config.hidden_size)
+        self.rotary_P2d = rotary_table(config.max_position_embeddings, config.head_dim, config.rope_theta, arithmetic.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch, kv: KVCache) -> ModelOutput:
+        """One pass: writes the tokens' KV, returns logits of the wanted tokens."""
+        num_tokens = batch.input_ids_T.numel()
+        padding = (0, self.arithmetic.pad_rows(num_tokens) - num_tokens)
+        x_TD = F.embedding(F.pad(batch.input_ids_T, padding), self.embedding_VD).to(self.arithmetic.compute_dtype)
+        rotary_T2d = self.rotary_P2d[F.pad(batch.positions_T, padding)]
+        head_slots_N = kv.head_slots(batch.kv_slots_T)
+        kv.begin_pages(batch.kv_slots_T)
+        plan = plan_attention(batch, kv, deterministic=self.arithmetic.deterministic)
+        routed = []
+        for layer in self.layers:
+            x_TD, ids_TK = layer.forward(x_TD, rotary_T2d, head_slots_N, kv, plan)
+            if batch.return_routed and ids_TK is not None:
+                routed.append(ids_TK[:num_tokens].to(torch.int16))
+        routed_TLK = torch.stack(routed, dim=1) if routed else None
+        return ModelOutput(logits_MV=self._logits(x_TD, batch.logit_index_M), routed_TLK=routed_TLK)
+
+    def _logits(self, x_TD: Tensor, logit_index_M: Tensor) -> Tensor:
+        num_wanted = logit_index_M.numel()
+        x_MD = x_TD[F.pad(logit_index_M, (0, self.arithmetic.pad_rows(num_wanted) - num_wanted))]
+        return self.arithmetic.tokenwise(self._head, x_MD)[0][:num_wanted]
+
+    def _head(self, x_MD: Tensor) -> tuple[Tensor, ...]:
+        normed_MD = rms_norm(x_MD, self.norm_D, self.config.rms_norm_eps)
+        return (self.arithmetic.linear(normed_MD, self.head_VD).float(),)
+
+    def slots(self) -> list[Slot]:
+        """Every parameter under its Hugging Face name."""
+        head = Slot("lm_head.weight", self.head_VD, alias_of="model.embed_tokens.weight" if self.config.tie_word_embeddings else None)
+        slots = [Slot("model.embed_tokens.weight", self.embedding_VD), Slot("model.norm.weight", self.norm_D), head]
+        return slots + [slot for layer in self.layers for slot in layer.slots()]
+
+
+def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+    """ModelConfig of a Qwen3-MoE config.json and generation_config.json."""
+    reader = ConfigReader(values)
+    reader.refuse("hidden_act", ("silu",))
+    reader.refuse("use_sliding_window", (False,))
+    rope = reader.get("rope_parameters", "rope_scaling", default={})
+    ConfigReader(rope).refuse("rope_type", ("default",))
+    num_layers, num_heads, hidden = (reader.get(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    step, dense = reader.get("decoder_sparse_step", default=1), reader.get("mlp_only_layers", default=[])
+    num_experts = reader.get("num_experts", "num_local_experts", default=0)
+    moe_layers = tuple(i for i in range(num_layers) if num_experts and i not in dense and (i + 1) % step == 0)
+    eos = generation.get("eos_token_id") if generation.get("eos_token_id") is not None else reader.get("eos_token_id", default=[])
+    return ModelConfig(
+        architecture=Qwen3Moe.architecture,
+        vocab_size=reader.get("vocab_size"),
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=reader.get("num_key_value_heads", default=num_heads),
+        head_dim=reader.get("head_dim", default=hidden // num_heads),
+        rms_norm_eps=reader.get("rms_norm_eps", default=1e-6),
+        rope_theta=float(rope.get("rope_theta") or reader.get("rope_theta", default=10000.0)),
+        max_position_embeddings=reader.get("max_position_embeddings"),
+        tie_word_embeddings=reader.get("tie_word_embeddings", default=False),
+        attention_bias=reader.get("attention_bias", default=False),
+        intermediate_size=reader.get("intermediate_size", default=0),
+        moe_intermediate_size=reader.get("moe_intermediate_size", default=0),
+        num_experts=num_experts,
+        num_experts_per_tok=reader.get("num_experts_per_tok", default=0),
+        norm_topk_prob=reader.get("norm_topk_prob", default=False),
+        moe_layers=moe_layers,
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+        dtype=str(reader.get("dtype", "torch_dtype", default="float32")),
+    )
+
+
+def _expert_slots(prefix: str, experts: Experts, parts: tuple[str, ...]) -> list[Slot]:
+    """One slot per expert and projection, inside the stacked tensors. The checkpoint has one tensor each."""
+    gate_EFD, up_EFD = experts.gate_up_EFD.chunk(2, dim=1)
+    stacked = {"gate": gate_EFD, "up": up_EFD, "down": experts.down_EDF}
+    return [
+        Slot(f"{prefix}.{expert}.{part}_proj.weight", stacked[part][expert]) for expert in range(experts.num_experts) for part in parts
+    ]

@@ -1,0 +1,60 @@
+"""From a checkpoint folder to a loaded model. In: folder, dtype, device. Out: LoadedModel. Never schedules or samples."""
+
+from dataclasses import dataclass
+
+import torch
+
+from batchgen.arithmetic import Arithmetic, has_native_bfloat16
+from batchgen.errors import ModelError
+from batchgen.loader import Checkpoint, load_weights
+from batchgen.models import qwen3_moe
+from batchgen.models.config import ModelConfig
+from batchgen.weights import WeightStore, WeightTable
+
+FAMILIES = {qwen3_moe.Qwen3Moe.architecture: (qwen3_moe.read_config, qwen3_moe.Qwen3Moe)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run, and what the engine must know about it."""
+
+    model: qwen3_moe.Qwen3Moe
+    config: ModelConfig
+    store: WeightStore
+    dtype: torch.dtype
+    """Type of weights and KV."""
+    device: torch.device
+    fingerprint: str
+    """Hex digest of config.json and the safetensors headers."""
+
+
+def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The folder's configuration; ModelError for an architecture that is not known."""
+    names = checkpoint.config.get("architectures") or [None]
+    if names[0] not in FAMILIES:
+        raise ModelError(f"{checkpoint.folder} has architecture {names[0]!r}; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[names[0]][0](checkpoint.config, checkpoint.generation_config)
+
+
+def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's type, or float32 where bfloat16 has no instructions."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    return torch.bfloat16 if config.dtype.endswith("bfloat16") and has_native_bfloat16(device) else torch.float32
+
+
+def load_model(folder: str, dtype: str, device: str | torch.device, deterministic: bool) -> LoadedModel:
+    """Read a checkpoint into fused storage. ModelError says what is wrong with the folder."""
+    device = torch.device(device)
+    checkpoint = Checkpoint(folder)
+    config = read_model_config(checkpoint)
+    storage_dtype = choose_dtype(dtype, config, device)
+    model = FAMILIES[config.architecture][1](
+        config, Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
+    )
+    store = WeightStore(WeightTable(model.slots()))
+    load_weights(checkpoint, store.table)
+    return LoadedModel(
+        model=model, config=config, store=store, dtype=storage_dtype, device=device, fingerprint=checkpoint.fingerprint()
+    )

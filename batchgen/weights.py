@@ -1,0 +1,176 @@
+"""Parameters under their Hugging Face names. In: named tensors. Out: the same values in the engine's fused storage, all or nothing.
+Never replaces a parameter's storage and never knows where tensors come from.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import Tensor
+
+from batchgen.errors import WeightUpdateError
+
+MAX_NAMES_SHOWN = 8
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """What the engine expects under a name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """The engine's storage type; any floating type may be sent and is converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A name and the part of a parameter's storage that it fills."""
+
+    name: str
+    view: Tensor
+    covers: list["Slot"] = field(default_factory=list)
+    """For a stacked name: the checkpoint's own names, one per part."""
+    alias_of: str | None = None
+    """For a tied name: the name that owns the storage."""
+
+
+def format_names(names: Iterable[str]) -> str:
+    """The first few names and how many more there are."""
+    names = list(names)
+    more = len(names) - MAX_NAMES_SHOWN
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+class WeightTable:
+    """All names of a model: the canonical ones, stacked ones that cover several of them, tied aliases."""
+
+    def __init__(self, slots: list[Slot]):
+        self.slots = {slot.name: slot for slot in slots} | {part.name: part for slot in slots for part in slot.covers}
+        self.canonical = [slot.name for slot in self.slots.values() if not slot.covers and slot.alias_of is None]
+        self.specs = {
+            name: TensorSpec(tuple(self.slots[name].view.shape), str(self.slots[name].view.dtype).removeprefix("torch."))
+            for name in self.canonical
+        }
+
+    def storages(self) -> list[Tensor]:
+        """Each parameter's whole storage once, as a flat tensor."""
+        views = {slot.view.untyped_storage().data_ptr(): slot.view for slot in self.slots.values()}
+        return [_flat(view) for view in views.values()]
+
+
+class WeightFill:
+    """Checks named tensors one by one and copies each to its place; `place` maps a slot's view to the memory that is filled."""
+
+    def __init__(self, table: WeightTable, place: Callable[[Tensor], Tensor]):
+        self._table = table
+        self._place = place
+        self._filled: set[str] = set()
+        self._early_aliases: dict[str, str] = {}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Copy `tensor` to its place. WeightUpdateError for an unknown, repeated, misshapen, non-floating or non-finite tensor; what was
+        put before stays valid and the name can be sent again."""
+        slot = self._table.slots.get(name)
+        if slot is None:
+            raise WeightUpdateError(f"the model has no parameter {name!r}; names are those of its Hugging Face checkpoint")
+        if tuple(tensor.shape) != tuple(slot.view.shape):
+            raise WeightUpdateError(f"{name} has shape {list(tensor.shape)}, the model's is {list(slot.view.shape)}")
+        if not tensor.is_floating_point():
+            raise WeightUpdateError(f"{name} has dtype {tensor.dtype}; send a floating-point tensor")
+        covered = [part.name for part in slot.covers] or [name]
+        repeated = [each for each in covered if each in self._filled]
+        if repeated:
+            raise WeightUpdateError(f"{name} repeats {format_names(repeated)}; send every parameter once per version")
+        target, tensor = self._place(slot.view), tensor.detach()
+        if slot.alias_of is not None:
+            self._put_alias(name, slot.alias_of, target, tensor)
+            return
+        early = self._early_aliases.get(name)
+        if early is not None and not torch.equal(target, tensor.to(target)):
+            raise WeightUpdateError(f"{name} and {early} are tied in this model but differ; send equal tensors or only {name}")
+        self._copy(name, target, tensor)
+        self._filled.update(covered)
+
+    def missing(self) -> list[str]:
+        """Canonical names that have not been filled."""
+        return [name for name in self._table.canonical if name not in self._filled]
+
+    def _put_alias(self, name: str, owner: str, target: Tensor, tensor: Tensor) -> None:
+        if owner not in self._filled:
+            self._copy(name, target, tensor)
+            self._early_aliases[owner] = name
+        elif not torch.equal(target, tensor.to(target)):
+            raise WeightUpdateError(f"{name} and {owner} are tied in this model but differ; send equal tensors or only {owner}")
+        self._filled.add(name)
+
+    @staticmethod
+    def _copy(name: str, target: Tensor, tensor: Tensor) -> None:
+        target.copy_(tensor)
+        largest = torch.linalg.vector_norm(target, ord=torch.inf)
+        if not torch.isfinite(largest):
+            raise WeightUpdateError(f"{name} has values that are not finite in {target.dtype}; the trainer's weights are broken")
+
+
+class WeightStage(WeightFill):
+    """New weights in memory of their own, until `commit` copies them over the live ones."""
+
+    def __init__(self, store: "WeightStore", version: int):
+        live = {flat.data_ptr(): flat for flat in store.table.storages()}
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {ptr: (flat, torch.empty_like(flat)) for ptr, flat in live.items()}
+        super().__init__(store.table, self._staged)
+        self._store = store
+        self.version = version
+
+    def _staged(self, view: Tensor) -> Tensor:
+        self._require_open()
+        _, staging = self._pairs[view.untyped_storage().data_ptr()]
+        return staging.as_strided(view.shape, view.stride(), view.storage_offset())
+
+    def _require_open(self) -> None:
+        if self._store.stage is not self:
+            raise WeightUpdateError(f"the stage of version {self.version} is closed; open a new one")
+
+    def discard(self) -> None:
+        """Drop everything; the live weights were never touched. Harmless when already closed."""
+        if self._store.stage is self:
+            self._store.stage = None
+        self._pairs.clear()
+
+    def commit(self) -> None:
+        """Copy the staged weights into the live storage. WeightUpdateError, and nothing changes, when a name is missing."""
+        self._require_open()
+        missing = self.missing()
+        if missing:
+            raise WeightUpdateError(f"version {self.version} lacks {len(missing)} parameters: {format_names(missing)}; send them all")
+        for live, staging in self._pairs.values():
+            live.copy_(staging)
+        self._store.version = self.version
+        self.discard()
+
+
+class WeightStore:
+    """The live parameters and their version; hands out one stage at a time."""
+
+    def __init__(self, table: WeightTable, version: int = 0):
+        self.table = table
+        self.version = version
+        self.stage: WeightStage | None = None
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Canonical checkpoint names, experts one by one, with the shapes that `put` expects."""
+        return self.table.specs
+
+    def open(self, version: int) -> WeightStage:
+        """Begin an update. WeightUpdateError while another is open, or for a version that is not newer."""
+        if self.stage is not None:
+            raise WeightUpdateError(f"an update to version {self.stage.version} is open; commit or discard it first", retryable=True)
+        if version <= self.version:
+            raise WeightUpdateError(f"version {version} is not newer than the live version {self.version}; count upwards")
+        self.stage = WeightStage(self, version)
+        return self.stage
+
+
+def _flat(view: Tensor) -> Tensor:
+    """The whole storage behind `view` as one dimension."""
+    return view.as_strided((view.untyped_storage().nbytes() // view.element_size(),), (1,), 0)

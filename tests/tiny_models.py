@@ -1,0 +1,107 @@
+"""Tiny random Qwen3-MoE checkpoints and byte-level tokenizers for tests, and a plain way to run a model without an engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchgen.kv_cache import KVCache
+from batchgen.models.registry import LoadedModel
+from batchgen.packing import PackedBatch
+
+PAGE_SIZE = 4
+
+
+def tiny_moe(path: str | Path, seed: int = 0, tokenizer: bool = False, **overrides: Any) -> Path:
+    """Save a random checkpoint of about 60,000 parameters with transformers and return its folder. Ids 0..255 are bytes, 256 is EOS."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    values: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "eos_token_id": 256,
+        "initializer_range": 0.2,
+        "dtype": "float32",
+    }
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(**(values | overrides))
+    model = Qwen3MoeForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.to(getattr(torch, str(config.dtype).removeprefix("torch."))).save_pretrained(path)
+    if tokenizer:
+        save_byte_tokenizer(path)
+    return Path(path)
+
+
+def save_byte_tokenizer(path: str | Path) -> None:
+    """tokenizer.json where id = byte value for 0..255 and <eos> = 256."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + i) for i, byte in enumerate(b for b in range(256) if b not in characters)}
+    tokenizer = Tokenizer(models.BPE({characters[byte]: byte for byte in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True, normalized=False)])
+    tokenizer.save(str(Path(path) / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (Path(path) / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+class Runner:
+    """Feeds chunks of several sequences to a model; each sequence gets pages of its own in a scattered order."""
+
+    def __init__(self, loaded: LoadedModel, num_sequences: int, max_tokens: int = 96):
+        self.loaded = loaded
+        self.per_sequence = -(-max_tokens // PAGE_SIZE)
+        num_pages = num_sequences * self.per_sequence
+        self.kv = KVCache(loaded.config, num_pages, PAGE_SIZE, loaded.dtype, loaded.device)
+        shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1))
+        self.pages = shuffled.view(num_sequences, self.per_sequence)
+        self.lengths = [0] * num_sequences
+
+    def step(self, chunks: dict[int, list[int]], extra_pages: int = 0, return_routed: bool = False) -> dict[int, torch.Tensor]:
+        """Run {sequence: next tokens} and return each one's logits [tokens, vocabulary]; single tokens go first, as decode rows."""
+        order = sorted(chunks, key=lambda sequence: len(chunks[sequence]) > 1)
+        positions = [torch.arange(self.lengths[s], self.lengths[s] + len(chunks[s])) for s in order]
+        slots = [
+            self.pages[s][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE for s, position in zip(order, positions, strict=True)
+        ]
+        for s in order:
+            self.lengths[s] += len(chunks[s])
+        num_pages = max(-(-self.lengths[s] // PAGE_SIZE) for s in order)
+        table = torch.zeros(len(order), num_pages + extra_pages, dtype=torch.int64)
+        for row, s in enumerate(order):
+            used = -(-self.lengths[s] // PAGE_SIZE)
+            table[row, :used] = self.pages[s][:used]
+        sizes = [len(chunks[s]) for s in order]
+        starts = [0, *torch.tensor(sizes).cumsum(0).tolist()]
+        batch = PackedBatch(
+            input_ids_T=torch.tensor([token for s in order for token in chunks[s]]),
+            positions_T=torch.cat(positions),
+            kv_slots_T=torch.cat(slots),
+            query_starts=starts,
+            num_decode=sum(size == 1 for size in sizes),
+            context_lens_B=torch.tensor([self.lengths[s] for s in order]),
+            page_table_BP=table,
+            logit_index_M=torch.arange(starts[-1]),
+            return_routed=return_routed,
+        )
+        output = self.loaded.model.forward(batch, self.kv)
+        self.routed = output.routed_TLK
+        return {s: output.logits_MV[starts[row] : starts[row + 1]] for row, s in enumerate(order)}
