@@ -1,0 +1,235 @@
+"""Sample tokens. In: logits of a batch and the slots its rows belong to. Out: token ids with logprobs. Knows no sequences.
+
+A row's result is a function of its logits, its slot's parameters, its seed and its output position; never of the other rows.
+
+Shapes: S slots, B rows, V vocabulary, K most likely tokens, R rows that draw from ranked tokens, Q rows whose logprobs need more
+than the probability they were drawn with.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from batchgen.draw import FIRST_PREFIX, Filters, draw, draw_ranked, greedy, ranked
+from batchgen.errors import RequestError
+from batchgen.logprobs import LOWEST_TEMPERATURE, log_normalizer, logprobs_of
+from batchgen.outputs import LogprobsMode
+from batchgen.penalties import LogitRules, RuleSelection
+from batchgen.rng import philox_keys, uniforms
+from batchgen.sampling_params import SamplingParams
+
+
+@dataclass(slots=True, kw_only=True)
+class SampledTokens:
+    """One token per row."""
+
+    token_ids_B: Tensor
+    """int64; 0 for failed rows."""
+    logprobs_B: Tensor
+    """float32, in the row's logprobs_mode, always finite; 0 for failed rows."""
+    top_ids_BK: Tensor | None
+    """int64, most likely first; row b asked for the first `logprobs` of them. None when no row asked."""
+    top_logprobs_BK: Tensor | None
+    """float32, finite for rows that have not failed."""
+    failed_B: Tensor
+    """bool: no token could be sampled."""
+    blocked_B: Tensor
+    """bool: those of the failed rows whose logits were fine but whose masks left no token; the others had NaN or +inf logits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Selection:
+    """Everything about one choice of slots that does not change from step to step. None: no row needs it."""
+
+    slots_B: Tensor
+    keys: Tensor
+    temperature_B1: Tensor | None
+    rules: RuleSelection | None
+    all_greedy: bool
+    greedy_rows: Tensor | None
+    min_p_B1: Tensor | None
+    ranked_rows: Tensor | None
+    all_ranked: bool
+    filters: Filters
+    prefix: int
+    reported_rows: Tensor | None
+    raw_Q1: Tensor
+    num_top: int
+
+
+class Sampler:
+    """Parameters and state of `num_slots` sequences, and the sampling of any batch of them."""
+
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device | str = "cpu"):
+        self.vocab_size = vocab_size
+        self.device = device
+        self.rules = LogitRules(vocab_size, num_slots, device)
+        self._seed_S = np.zeros(num_slots, np.uint64)
+        self._temperature_S = np.ones(num_slots)
+        self._top_k_S = np.full(num_slots, vocab_size)
+        self._top_p_S = np.ones(num_slots)
+        self._min_p_S = np.zeros(num_slots)
+        self._raw_S = np.zeros(num_slots, bool)
+        self._num_top_S = np.zeros(num_slots, np.int64)
+        self._selection: _Selection | None = None
+
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int],
+        bad_word_ids: Sequence[Sequence[int]],
+    ) -> None:
+        """Give a slot to a sequence, on admission or when it resumes with the output it already has."""
+        self._seed_S[slot] = seed
+        self._temperature_S[slot] = params.temperature
+        self._top_k_S[slot] = min(params.top_k or self.vocab_size, self.vocab_size)
+        self._top_p_S[slot] = params.top_p
+        self._min_p_S[slot] = params.min_p
+        self._raw_S[slot] = params.logprobs_mode == "raw"
+        self._num_top_S[slot] = min(params.logprobs, self.vocab_size)
+        self.rules.set_slot(slot, params, prompt_token_ids, output_token_ids, eos_token_ids, bad_word_ids)
+        self._selection = None
+
+    def clear_slot(self, slot: int) -> None:
+        """Forget the slot's sequence."""
+        self.rules.clear_slot(slot)
+        self._selection = None
+
+    def sample(self, logits_BV: Tensor, slots_B: Tensor, num_outputs_B: Tensor) -> SampledTokens:
+        """One token per row, and penalties and bad words brought up to date with it.
+
+        logits_BV: float32, left as it is. slots_B: int64, all different. num_outputs_B: int64, tokens each sequence already has.
+        """
+        assert logits_BV.shape[1] == self.vocab_size and logits_BV.dtype == torch.float32
+        s = self._select(slots_B)
+        scaled_BV = logits_BV if s.temperature_B1 is None else logits_BV / s.temperature_B1
+        wanted_BV = scaled_BV
+        if s.rules is not None:
+            adjusted_AV = self.rules.apply(logits_BV, s.rules, num_outputs_B)
+            if s.temperature_B1 is not None:
+                adjusted_AV /= s.temperature_B1[s.rules.rows_A]
+            wanted_BV = scaled_BV.index_copy(0, s.rules.rows_A, adjusted_AV)
+        probs_BV = wanted_BV.softmax(1)
+        tokens_B = self._choose(s, wanted_BV, probs_BV, num_outputs_B)
+        prob_B = probs_BV.gather(1, tokens_B[:, None]).squeeze(1)
+        logprobs_B = prob_B.double().log().float()
+        bad_B = failed_B = prob_B.isnan()
+        top_ids_BK = top_logprobs_BK = None
+        if s.reported_rows is not None:
+            rows = s.reported_rows
+            reported_QV = torch.where(s.raw_Q1, logits_BV[rows], scaled_BV[rows])
+            normalizer_Q = log_normalizer(reported_QV)
+            logprobs_B[rows] = logprobs_of(reported_QV, tokens_B[rows], normalizer_Q)
+            bad_B = failed_B.index_copy(0, rows, normalizer_Q.isnan())
+            failed_B = failed_B | bad_B
+            if s.num_top:
+                top_ids_QK = ranked(reported_QV, s.num_top)
+                top_ids_BK = tokens_B.new_zeros(len(tokens_B), s.num_top).index_copy(0, rows, top_ids_QK)
+                top_logprobs_QK = logprobs_of(reported_QV, top_ids_QK, normalizer_Q)
+                top_logprobs_BK = logprobs_B.new_zeros(top_ids_BK.shape).index_copy(0, rows, top_logprobs_QK)
+        tokens_B = tokens_B.masked_fill(failed_B, 0)
+        if s.rules is not None:
+            self.rules.update(s.rules, tokens_B, failed_B)
+        return SampledTokens(
+            token_ids_B=tokens_B,
+            logprobs_B=logprobs_B.masked_fill(failed_B, 0.0),
+            top_ids_BK=top_ids_BK,
+            top_logprobs_BK=top_logprobs_BK,
+            failed_B=failed_B,
+            blocked_B=failed_B & ~bad_B,
+        )
+
+    def _choose(self, s: _Selection, logits_BV: Tensor, probs_BV: Tensor, num_outputs_B: Tensor) -> Tensor:
+        if s.all_greedy:
+            return greedy(logits_BV)
+        uniform_B = uniforms(s.keys, num_outputs_B[:, None]).squeeze(1)
+        if s.ranked_rows is not None and s.all_ranked:
+            return draw_ranked(logits_BV, probs_BV, uniform_B, s.filters, s.prefix)
+        likely_BV = probs_BV
+        if s.min_p_B1 is not None:
+            likely_BV = torch.where(probs_BV >= s.min_p_B1 * probs_BV.amax(1, keepdim=True), probs_BV, 0.0)
+        tokens_B = draw(likely_BV, uniform_B)
+        if s.ranked_rows is not None:
+            rows = s.ranked_rows
+            tokens_B[rows] = draw_ranked(logits_BV[rows], probs_BV[rows], uniform_B[rows], s.filters, s.prefix)
+        if s.greedy_rows is not None:
+            tokens_B[s.greedy_rows] = greedy(logits_BV[s.greedy_rows])
+        return tokens_B
+
+    def _select(self, slots_B: Tensor) -> _Selection:
+        """Gather parameters by row; kept while the same slots come with the same parameters."""
+        if self._selection is not None and torch.equal(self._selection.slots_B, slots_B):
+            return self._selection
+        slots = slots_B.cpu().numpy()
+        temperature = self._temperature_S[slots]
+        is_greedy = temperature == 0.0
+        divisor = np.where(is_greedy, 1.0, np.maximum(temperature, LOWEST_TEMPERATURE))
+        top_k, top_p, min_p = self._top_k_S[slots], self._top_p_S[slots], self._min_p_S[slots]
+        has_top_k = top_k < self.vocab_size
+        is_ranked = ~is_greedy & (has_top_k | (top_p < 1.0))
+        only_top_p = is_ranked & ~has_top_k
+        only_min_p = np.where(is_greedy | is_ranked, 0.0, min_p)
+        raw, num_top = self._raw_S[slots], self._num_top_S[slots]
+        reported = self.rules.active_S[slots] | (num_top > 0) | (raw & (divisor != 1.0))
+        self._selection = _Selection(
+            slots_B=slots_B.clone(),
+            keys=philox_keys(self._seed_S[slots].tolist(), self.device),
+            temperature_B1=self._column(divisor) if (divisor != 1.0).any() else None,
+            rules=self.rules.select(slots),
+            all_greedy=bool(is_greedy.all()),
+            greedy_rows=self._rows(is_greedy),
+            min_p_B1=self._column(only_min_p) if only_min_p.any() else None,
+            ranked_rows=self._rows(is_ranked),
+            all_ranked=bool(is_ranked.all()),
+            filters=Filters(
+                top_k_R=torch.from_numpy(top_k[is_ranked]).to(self.device),
+                top_p_R=torch.from_numpy(top_p[is_ranked]).to(self.device),
+                min_p_R=torch.from_numpy(min_p[is_ranked]).to(self.device),
+            ),
+            prefix=int(max(top_k[is_ranked & has_top_k].max(initial=1), FIRST_PREFIX if only_top_p.any() else 1)),
+            reported_rows=self._rows(reported),
+            raw_Q1=torch.from_numpy(raw[reported][:, None]).to(self.device),
+            num_top=int(num_top.max(initial=0)),
+        )
+        return self._selection
+
+    def _rows(self, mask_B: np.ndarray) -> Tensor | None:
+        return torch.from_numpy(mask_B.nonzero()[0]).to(self.device) if mask_B.any() else None
+
+    def _column(self, values_B: np.ndarray) -> Tensor:
+        return torch.tensor(values_B[:, None], dtype=torch.float32, device=self.device)
+
+
+def prompt_logprobs(logits_MV: Tensor, targets_M: Tensor, k: int, temperature: float, mode: LogprobsMode) -> tuple[Tensor, Tensor, Tensor]:
+    """Score given tokens: (logprob_M, top_ids_MK, top_logprobs_MK), K = min(k, V), most likely first.
+
+    Rows with NaN or +inf logits give NaN logprobs.
+    """
+    if mode == "processed" and temperature != 0.0:
+        logits_MV = logits_MV / max(temperature, LOWEST_TEMPERATURE)
+    normalizer_M = log_normalizer(logits_MV)
+    top_ids_MK = ranked(logits_MV, min(k, logits_MV.shape[1]))
+    return (
+        logprobs_of(logits_MV, targets_M, normalizer_M),
+        top_ids_MK,
+        logprobs_of(logits_MV, top_ids_MK, normalizer_M),
+    )
+
+
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse parameters that name tokens outside the vocabulary. RequestError: `logit_bias_out_of_range` or `token_id_out_of_range`."""
+    fields: list[tuple[str, str, Sequence[int]]] = [
+        ("logit_bias", "logit_bias_out_of_range", list(params.logit_bias or ())),
+        ("allowed_token_ids", "token_id_out_of_range", params.allowed_token_ids or ()),
+        ("stop_token_ids", "token_id_out_of_range", params.stop_token_ids or ()),
+    ]
+    for name, code, ids in fields:
+        if ids and max(ids) >= vocab_size:
+            raise RequestError(f"{name} names token {max(ids)}, the vocabulary has ids 0 to {vocab_size - 1}; leave it out", code=code)
