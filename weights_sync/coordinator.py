@@ -29,6 +29,28 @@ from weights_sync.events import (
     VersionChanged,
 )
 
+__all__ = [
+    "Action",
+    "Coordinator",
+    "CoordinatorLimits",
+    "Drained",
+    "Event",
+    "HoldDispatch",
+    "NodeJoined",
+    "NodeLeft",
+    "NodeSaid",
+    "Peer",
+    "Phase",
+    "PublisherLeft",
+    "PublisherSaid",
+    "ReleaseDispatch",
+    "SendNode",
+    "SendPublisher",
+    "SetServing",
+    "Tick",
+    "VersionChanged",
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorLimits:

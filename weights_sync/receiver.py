@@ -16,7 +16,6 @@ from batchgen.errors import WeightUpdateError
 from weights_sync import messages as m
 from weights_sync.manifest import BucketPlan, Part, digest, find_faults, plan_buckets
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SILENCE_S = 60.0
 """An open update that the service does not mention for this long is dropped."""
 BACKLOG_BUCKETS = m.MAX_WINDOW
@@ -188,7 +187,7 @@ class WeightReceiver:
 
     def _put(self, update: _Update, part: Part, frame: memoryview) -> None:
         entry = update.entries[part.tensor]
-        dtype = TORCH_DTYPES[entry.dtype]
+        dtype = getattr(torch, entry.dtype)
         whole = entry.num_bytes
         if part.num_bytes == whole:
             flat = torch.frombuffer(frame, dtype=dtype, offset=part.start, count=whole // dtype.itemsize)

@@ -1,0 +1,247 @@
+"""The trainer's end of a weight update. In: named tensors and a version. Out: a report once every node serves them, or a typed error."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from batchgen.errors import WeightUpdateError
+from weights_sync import messages as m
+from weights_sync.channel import Channel, HasAdminChannel
+from weights_sync.manifest import BucketPlan, digest, plan_buckets
+from weights_sync.mapping import Pick, resolve
+from weights_sync.sources import Source, Weights, open_source
+
+SILENCE_S = 10.0
+"""The service sends a sign of life every 2 s; after this long without one it is taken for dead."""
+SWAP_S = 60.0
+"""Longest wait beyond `timeout_s`: the service's own deadline for nodes to swap is shorter."""
+
+_decoder = m.Decoder(m.ToPublisher)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """What a successful push did. Times in seconds."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    """As sent, after conversion to the engine's dtypes."""
+    total_s: float
+    check_s: float
+    """Until every node had agreed to the names and shapes."""
+    transfer_s: float
+    """Until every bucket was staged on every node."""
+    commit_s: float
+    """Waiting for running samples (policy finish) and for the swap."""
+    nodes: tuple[m.NodeReport, ...]
+    lost: tuple[str, ...]
+    """Nodes that failed after the decision and serve nothing until the next update."""
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.num_bytes / 1e9 / self.total_s
+
+
+class WeightPublisher:
+    """Pushes weights through a client's admin channel; one push at a time.
+
+    `client` is anything with `open_admin_channel()`, as `RolloutClient` has.
+    """
+
+    def __init__(self, client: HasAdminChannel):
+        self._client = client
+
+    def push(self, weights: Weights, version: int, policy: m.Policy = "finish", *, timeout_s: float = 300.0) -> PushReport:
+        """Make every node serve `weights` as `version`, or change nothing.
+
+        `weights`: a module (its state_dict), a {name: tensor} dict, (name, tensor) pairs, or a safetensors file or folder; names as in the
+        Hugging Face checkpoint or with a trainer's prefixes. `version` must be greater than the one that serves. `timeout_s` covers all,
+        waiting for running samples (policy `finish`) included. The tensors must not change until push returns.
+
+        Raises WeightUpdateError; the old version then serves, and its message lists what was wrong.
+        """
+        source = open_source(weights)
+        channel = self._client.open_admin_channel()
+        try:
+            return _Push(channel, source, version, policy, timeout_s).run()
+        finally:
+            channel.close()
+
+
+class _Push:
+    def __init__(self, channel: Channel, source: Source, version: int, policy: m.Policy, timeout_s: float):
+        if not 0 < timeout_s <= m.MAX_TIMEOUT_S:
+            raise WeightUpdateError(f"timeout_s is in (0, {m.MAX_TIMEOUT_S:g}], got {timeout_s}")
+        if policy not in ("finish", "abort", "continue"):
+            raise WeightUpdateError(f"policy is finish, abort or continue, got {policy!r}")
+        if not 0 <= version < 1 << 62:
+            raise WeightUpdateError(f"version is a whole number from 0 up, got {version}")
+        self._channel = channel
+        self._source = source
+        self._version = version
+        self._policy = policy
+        self._timeout_s = timeout_s
+        self._update = m.new_update_id()
+        self._acked = 0
+        self._ends_at = time.monotonic() + timeout_s + SWAP_S
+
+    def run(self) -> PushReport:
+        started = time.monotonic()
+        self._send(m.Describe())
+        table, specs_frame = self._wait(m.Table)
+        if (version := self._version) <= table.version:
+            raise WeightUpdateError(
+                f"version {self._version} is not greater than {table.version}, which serves now; number the pushes upwards"
+            )
+        picks, entries = self._match({entry.name: entry for entry in m.decode_table(specs_frame)})
+        plan = plan_buckets(entries, table.bucket_bytes)
+        begin = m.Begin(
+            update=self._update, version=self._version, policy=self._policy, timeout_s=self._timeout_s, bucket_bytes=table.bucket_bytes
+        )
+        try:
+            self._send(begin, m.encode_table(entries))
+            ready, _ = self._wait(m.Ready)
+            checked = time.monotonic()
+            self._send_buckets(picks, entries, plan, ready.window)
+            sent = time.monotonic()
+            self._send(m.Commit(update=self._update))
+        except BaseException as error:
+            self._abort(error)
+            raise
+        done, _ = self._wait(m.Committed)
+        ended = time.monotonic()
+        return PushReport(
+            version=self._version,
+            num_tensors=len(entries),
+            num_bytes=sum(entry.num_bytes for entry in entries),
+            total_s=ended - started,
+            check_s=checked - started,
+            transfer_s=sent - checked,
+            commit_s=ended - sent,
+            nodes=done.nodes,
+            lost=done.lost,
+        )
+
+    def _match(self, specs: Mapping[str, m.TensorEntry]) -> tuple[list[Pick], list[m.TensorEntry]]:
+        """What to send, in which dtype: the engine's, unless the trainer's is smaller."""
+        result = resolve(self._source.shapes, specs)
+        if result.faults:
+            raise WeightUpdateError(f"{len(result.faults)} faults: " + "; ".join(m.short(result.faults)))
+        for second, first in result.must_equal:
+            a, b = self._source.get(first), self._source.get(second)
+            if a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a)):
+                raise WeightUpdateError(
+                    f"{first} and {second} are one tensor in this model but differ; push equal ones or leave {second} out"
+                )
+        entries = []
+        for pick in result.picks:
+            spec, own = specs[pick.name], self._source.dtypes[pick.source]
+            smaller = own.itemsize < m.DTYPE_BYTES[spec.dtype]
+            dtype = cast(m.WireDtype, str(own).removeprefix("torch.")) if smaller else spec.dtype
+            entries.append(m.TensorEntry(pick.name, spec.shape, dtype))
+        return result.picks, entries
+
+    def _send_buckets(self, picks: Sequence[Pick], entries: Sequence[m.TensorEntry], plan: Sequence[BucketPlan], window: int) -> None:
+        packer = _Packer(self._source, picks, entries, max((bucket.num_bytes for bucket in plan), default=0), min(window, len(plan)))
+        for index, bucket in enumerate(plan):
+            while index - self._acked >= window:
+                self._wait(m.Ack)
+            frame = packer.pack(index, bucket)
+            self._send(m.Bucket(update=self._update, index=index, digest=digest(frame)), frame)
+            while self._poll(m.Ack, 0.0):
+                pass
+        while self._acked < len(plan):
+            self._wait(m.Ack)
+
+    # ---- conversation ---------------------------------------------------------------------------------------------------
+
+    def _send(self, message: m.FromPublisher, data: Any = None) -> None:
+        self._channel.send([m.encode(message)] if data is None else [m.encode(message), data], SILENCE_S)
+
+    def _abort(self, error: BaseException) -> None:
+        """Tell the service, if it still listens, so that nodes free their staging memory at once."""
+        if isinstance(error, WeightUpdateError) and error.code == "weight_update_failed":
+            return
+        with suppress(WeightUpdateError):
+            reason = m.short([f"{type(error).__name__}: {error}"])[0]
+            self._channel.send([m.encode(m.Abort(update=self._update, reason=reason))], 0.0)
+
+    def _wait(self, kind: type[Any]) -> tuple[Any, Any]:
+        """The next message of this kind; signs of life are skipped, bad news is raised."""
+        deadline = time.monotonic() + SILENCE_S
+        while (left := deadline - time.monotonic()) > 0:
+            if found := self._poll(kind, left):
+                if isinstance(found[0], kind):
+                    return found
+                deadline = min(time.monotonic() + SILENCE_S, self._ends_at)
+        raise WeightUpdateError(
+            f"the service was silent for {SILENCE_S:g} s; version {self._version} may or may not be live: ask client.health()",
+            code="service_lost",
+            retryable=True,
+        )
+
+    def _poll(self, kind: type[Any], timeout_s: float) -> tuple[Any, Any] | None:
+        frames = self._channel.recv(timeout_s)
+        if frames is None:
+            return None
+        message = _decoder.decode(frames[0])
+        if isinstance(message, m.Failed):
+            raise WeightUpdateError("; ".join(message.reasons), code="weight_update_failed", retryable=message.retryable)
+        if isinstance(message, m.Ack):
+            self._acked = message.count
+        elif not isinstance(message, kind | m.Progress):
+            raise WeightUpdateError(f"the service said {type(message).__name__} where {kind.__name__} was due", code="protocol_error")
+        return message, frames[1] if len(frames) > 1 else None
+
+
+class _Packer:
+    """Copies tensors into bucket memory, converting and gathering on the way; reuses `num_slots` buffers in turn."""
+
+    def __init__(self, source: Source, picks: Sequence[Pick], entries: Sequence[m.TensorEntry], bucket_bytes: int, num_slots: int):
+        self._source = source
+        self._picks = picks
+        self._entries = entries
+        pinned = torch.cuda.is_available()
+        self._slots = [torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(num_slots)]
+        self._held: tuple[str, torch.Tensor] | None = None
+
+    def pack(self, index: int, bucket: BucketPlan) -> memoryview:
+        """The bucket's frame, in memory that is free again once bucket `index` is acknowledged."""
+        slot = self._slots[index % len(self._slots)]
+        devices = set()
+        for part in bucket.parts:
+            entry, pick = self._entries[part.tensor], self._picks[part.tensor]
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            target = slot[part.start : part.start + part.num_bytes].view(dtype)
+            if part.num_bytes == entry.num_bytes:
+                tensor = self._get(pick.source)[pick.index]
+                target.view(tensor.shape).copy_(tensor, non_blocking=True)
+            else:
+                first = part.source // dtype.itemsize
+                tensor = self._flat(pick)[first : first + target.numel()]
+                target.copy_(tensor, non_blocking=True)
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return memoryview(cast(Any, slot.numpy()))[: bucket.num_bytes]
+
+    def _get(self, name: str) -> torch.Tensor:
+        """The trainer's tensor; the last one is kept, so that a stacked tensor of a folder is read once."""
+        if self._held is None or self._held[0] != name:
+            self._held = (name, self._source.get(name))
+        return self._held[1]
+
+    def _flat(self, pick: Pick) -> torch.Tensor:
+        """A tensor that spans buckets in one dimension; made contiguous once."""
+        tensor = self._get(pick.source)[pick.index]
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+            if not pick.index:
+                self._held = (pick.source, tensor)
+        return tensor.view(-1)
