@@ -56,7 +56,7 @@ class Arithmetic:
         rows = max(1, SCRATCH_ELEMENTS // weight_ND.shape[1])
         if weight_ND.dtype == self.compute_dtype or weight_ND.shape[0] <= rows:
             return F.linear(x_TD, self.widen(weight_ND), bias_N)
-        y_TN = torch.cat([F.linear(x_TD, self.widen(block)) for block in weight_ND.split(rows)], dim=-1)
+        y_TN = torch.cat([F.linear(x_TD, self.widen(block)) for block in torch.split(weight_ND, rows)], dim=-1)
         return y_TN if bias_N is None else y_TN + bias_N
 
     def pad_rows(self, num_rows: int) -> int:
@@ -67,5 +67,5 @@ class Arithmetic:
         """`function` of tensors whose first dimension is tokens (padded by `pad_rows`), tile by tile in batch-invariant mode."""
         if not self.deterministic:
             return function(*inputs)
-        tiles = [function(*tile) for tile in zip(*(value.split(TILE_ROWS) for value in inputs), strict=True)]
+        tiles = [function(*tile) for tile in zip(*(torch.split(value, TILE_ROWS) for value in inputs), strict=True)]
         return tuple(torch.cat(outputs) for outputs in zip(*tiles, strict=True))

@@ -55,11 +55,8 @@ def plan_attention(batch: PackedBatch, kv: KVCache, *, deterministic: bool) -> A
     starts_B = np.asarray(batch.query_starts[:-1], dtype=np.int64)
     lens_B = np.diff(np.asarray(batch.query_starts, dtype=np.int64))
     contexts_B = batch.context_lens_B.cpu().numpy()
-    num_decode = batch.num_decode
-    if deterministic:
-        spans = [(0, len(lens_B), FIXED_TILE)]
-    else:
-        spans = [(0, num_decode, 1), (num_decode, len(lens_B), PREFILL_TILE)]
+    ordinary = [(0, batch.num_decode, 1), (batch.num_decode, len(lens_B), PREFILL_TILE)]
+    spans = [(0, len(lens_B), FIXED_TILE)] if deterministic else ordinary
     buckets: list[Bucket] = []
     output_T = np.empty(int(lens_B.sum()), dtype=np.int64)
     num_outputs = 0
@@ -108,9 +105,7 @@ def _group(keys_N: np.ndarray, kv: KVCache, deterministic: bool) -> list[np.ndar
     return groups
 
 
-def _make_bucket(
-    batch: PackedBatch, kv: KVCache, rows_N: np.ndarray, query_NQ: np.ndarray, longest: int, deterministic: bool
-) -> Bucket:
+def _make_bucket(batch: PackedBatch, kv: KVCache, rows_N: np.ndarray, query_NQ: np.ndarray, longest: int, deterministic: bool) -> Bucket:
     device = batch.positions_T.device
     step = max(FIXED_KEYS, kv.page_size) if deterministic else kv.page_size
     num_keys = -(-longest // step) * step
@@ -141,11 +136,11 @@ def _attend_bucket(q_THGd: Tensor, kv: KVCache, layer: int, bucket: Bucket, key_
         for cache in (kv.k_LPHSD, kv.v_LPHSD)
     )
     step = key_block or bucket.num_keys
-    scores_BMC = torch.cat([torch.bmm(q_BMd, k.mT) for k in k_BCd.split(step, dim=1)], dim=-1)
+    scores_BMC = torch.cat([torch.bmm(q_BMd, k.mT) for k in torch.split(k_BCd, step, dim=1)], dim=-1)
     scores = scores_BMC.view(num_tiles, num_heads, num_queries, group, -1)
     scores.masked_fill_(bucket.hidden_NQC[:, None, :, None], float("-inf"))
     probabilities_BMC = torch.softmax(scores_BMC.float(), dim=-1).to(q_BMd.dtype)
     out_BMd = torch.zeros_like(q_BMd)
-    for p, v in zip(probabilities_BMC.split(step, dim=2), v_BCd.split(step, dim=1), strict=True):
+    for p, v in zip(torch.split(probabilities_BMC, step, dim=2), torch.split(v_BCd, step, dim=1), strict=True):
         out_BMd = out_BMd + torch.bmm(p.contiguous(), v)
     return out_BMd.view(num_tiles, num_heads, num_queries, -1).transpose(1, 2).reshape(num_tiles * num_queries, -1)

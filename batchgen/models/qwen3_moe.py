@@ -1,7 +1,7 @@
 """Qwen3-MoE decoder. In: a packed batch and the KV cache. Out: logits and the router's choices. Never samples.
 
-Shapes: T tokens, M wanted tokens, D model, H KV heads, G query heads per KV head, d head size, E experts, K experts per token, L MoE layers,
-V vocabulary, X outputs of the fused q, k, v projection, F expert or feed-forward width.
+Shapes: T tokens, M wanted tokens, D model, H KV heads, G query heads per KV head, d head size, E experts, K experts per token,
+L MoE layers, V vocabulary, P positions, X outputs of the fused q, k, v projection, F expert or feed-forward width.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class DecoderLayer:
         attended_TX = attend(q_THGd, kv, self.index, plan, c.head_dim**-0.5)
         if num_tokens < x_TD.shape[0]:
             attended_TX = F.pad(attended_TX, (0, 0, 0, x_TD.shape[0] - num_tokens))
-        if isinstance(self.mlp, DenseMLP):
+        if not isinstance(self.mlp, Experts):
             return tokenwise(self._dense, x_TD, attended_TX)[0], None
         x_TD, normed_TD, ids_TK, weights_TK = tokenwise(self._route, x_TD, attended_TX)
         y_TKD = self.mlp(normed_TD, ids_TK)
@@ -77,17 +77,18 @@ class DecoderLayer:
     def _project(self, x_TD: Tensor, rotary_T2d: Tensor) -> tuple[Tensor, ...]:
         c = self.config
         normed_TD = rms_norm(x_TD, self.input_norm_D, c.rms_norm_eps)
-        qkv_THd = self.arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X).unflatten(-1, (-1, c.head_dim))
-        q_THd, k_THd, v_THd = qkv_THd.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        qkv_THd = self.arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X).view(x_TD.shape[0], -1, c.head_dim)
+        q_THd, k_THd, v_THd = torch.split(qkv_THd, (c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
         q_THd = apply_rotary(rms_norm(q_THd, self.q_norm_d, c.rms_norm_eps), rotary_T2d)
         k_THd = apply_rotary(rms_norm(k_THd, self.k_norm_d, c.rms_norm_eps), rotary_T2d)
-        return q_THd.unflatten(1, (c.num_kv_heads, -1)), k_THd, v_THd
+        return q_THd.view(x_TD.shape[0], c.num_kv_heads, -1, c.head_dim), k_THd, v_THd
 
     def _attention_residual(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, Tensor]:
         x_TD = x_TD + self.arithmetic.linear(attended_TX, self.o_DX, self.o_bias_D)
         return x_TD, rms_norm(x_TD, self.post_norm_D, self.config.rms_norm_eps)
 
     def _dense(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, ...]:
+        assert isinstance(self.mlp, DenseMLP)
         x_TD, normed_TD = self._attention_residual(x_TD, attended_TX)
         return (x_TD + self.mlp(normed_TD),)
 
@@ -108,11 +109,11 @@ class DecoderLayer:
             Slot(f"{layer}.self_attn.k_norm.weight", self.k_norm_d),
             Slot(f"{layer}.self_attn.o_proj.weight", self.o_DX),
         ]
-        for name, part in zip("qkv", self.qkv_XD.split(sizes), strict=True):
+        for name, part in zip("qkv", torch.split(self.qkv_XD, sizes), strict=True):
             slots.append(Slot(f"{layer}.self_attn.{name}_proj.weight", part))
         if self.qkv_bias_X is not None and self.o_bias_D is not None:
             slots.append(Slot(f"{layer}.self_attn.o_proj.bias", self.o_bias_D))
-            for name, part in zip("qkv", self.qkv_bias_X.split(sizes), strict=True):
+            for name, part in zip("qkv", torch.split(self.qkv_bias_X, sizes), strict=True):
                 slots.append(Slot(f"{layer}.self_attn.{name}_proj.bias", part))
         if isinstance(self.mlp, DenseMLP):
             gate_FD, up_FD = self.mlp.gate_up_FD.chunk(2)
@@ -186,7 +187,7 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
     step, dense = reader.get("decoder_sparse_step", default=1), reader.get("mlp_only_layers", default=[])
     num_experts = reader.get("num_experts", "num_local_experts", default=0)
     moe_layers = tuple(i for i in range(num_layers) if num_experts and i not in dense and (i + 1) % step == 0)
-    eos = generation.get("eos_token_id") if generation.get("eos_token_id") is not None else reader.get("eos_token_id", default=[])
+    eos = ConfigReader(generation).get("eos_token_id", default=reader.get("eos_token_id", default=[]))
     return ModelConfig(
         architecture=Qwen3Moe.architecture,
         vocab_size=reader.get("vocab_size"),
@@ -215,6 +216,4 @@ def _expert_slots(prefix: str, experts: Experts, parts: tuple[str, ...]) -> list
     """One slot per expert and projection, inside the stacked tensors. The checkpoint has one tensor each."""
     gate_EFD, up_EFD = experts.gate_up_EFD.chunk(2, dim=1)
     stacked = {"gate": gate_EFD, "up": up_EFD, "down": experts.down_EDF}
-    return [
-        Slot(f"{prefix}.{expert}.{part}_proj.weight", stacked[part][expert]) for expert in range(experts.num_experts) for part in parts
-    ]
+    return [Slot(f"{prefix}.{expert}.{part}_proj.weight", stacked[part][expert]) for expert in range(experts.num_experts) for part in parts]

@@ -50,11 +50,7 @@ def load_model(folder: str, dtype: str, device: str | torch.device, deterministi
     checkpoint = Checkpoint(folder)
     config = read_model_config(checkpoint)
     storage_dtype = choose_dtype(dtype, config, device)
-    model = FAMILIES[config.architecture][1](
-        config, Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
-    )
+    model = FAMILIES[config.architecture][1](config, Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic))
     store = WeightStore(WeightTable(model.slots()))
     load_weights(checkpoint, store.table)
-    return LoadedModel(
-        model=model, config=config, store=store, dtype=storage_dtype, device=device, fingerprint=checkpoint.fingerprint()
-    )
+    return LoadedModel(model=model, config=config, store=store, dtype=storage_dtype, device=device, fingerprint=checkpoint.fingerprint())

@@ -58,7 +58,7 @@ class Experts:
         x_RD = x_TD.index_select(0, batch.token_R)
         y_RD = torch.empty_like(x_RD)
         expert_of_tile = [expert for expert, rows in enumerate(batch.rows_E) for _ in range(rows // TILE_ROWS)]
-        for x_tile, y_tile, expert in zip(x_RD.split(TILE_ROWS), y_RD.split(TILE_ROWS), expert_of_tile, strict=True):
+        for x_tile, y_tile, expert in zip(torch.split(x_RD, TILE_ROWS), torch.split(y_RD, TILE_ROWS), expert_of_tile, strict=True):
             h_tile = gated_silu(self.arithmetic.linear(x_tile, self.gate_up_EFD[expert]))
             y_tile.copy_(self.arithmetic.linear(h_tile, self.down_EDF[expert]))
         return y_RD[batch.row_TK]
