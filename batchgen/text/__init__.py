@@ -1,0 +1,1 @@
+"""Text at the edge: strings and chat messages in, token ids out, and back. Never imports torch."""

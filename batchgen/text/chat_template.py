@@ -1,0 +1,200 @@
+"""Chat messages to prompt text. In: a Jinja template and JSON-like messages. Out: the rendered string. Never tokenises, never runs code.
+
+The template is data from the model folder: it runs in Jinja's immutable sandbox with the few names that Hugging Face gives it.
+Requests bring messages, tools and variables, never a template.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from datetime import datetime
+from functools import cached_property, wraps
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from batchgen.errors import RequestError
+
+MAX_RENDERED_CHARS = 1 << 24
+"""Longest prompt text, and the most that one operation inside a template may ask for."""
+MAX_WIDTH = 10_000
+"""Field widths in format strings are smaller."""
+MAX_DEPTH = 32
+"""Deepest nesting of lists and objects inside messages and tools."""
+MAX_NODES = 1 << 20
+"""Most values inside the messages, tools and variables of one prompt."""
+
+_LONG_NUMBER = re.compile(r"\d{5}")
+
+
+class ChatTemplate:
+    """One template, compiled on first use. `special_tokens` are the names the template may use (`bos_token`, ...)."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str] | None = None, now: Callable[[], datetime] = datetime.now):
+        self.source = source
+        self._special_tokens = special_tokens or {}
+        self._now = now
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text. Raises RequestError(code `chat_template`) for whatever the template refuses or does wrong."""
+        names = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        parts, num_chars = [], 0
+        try:
+            for part in self._template.generate(names):
+                num_chars += len(part)
+                if num_chars > MAX_RENDERED_CHARS:
+                    raise SecurityError(f"it renders more than {MAX_RENDERED_CHARS} characters")
+                parts.append(part)
+        except Exception as error:  # a template can raise anything: its own messages, type errors, recursion
+            raise RequestError(f"the chat template refused these messages: {error}", code="chat_template") from error
+        return "".join(parts)
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+        environment.filters = {name: _guarded(function) for name, function in environment.filters.items()}
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: self._now().strftime(form)
+        return environment.from_string(self.source)
+
+
+def check_messages(messages: Any) -> None:
+    """Raise RequestError unless messages is a list of JSON-like objects, each with a role."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(f"chat messages are a non-empty list, got {messages!r:.100}", code="invalid_messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(f"a chat message is an object with a string `role`, got {message!r:.100}", code="invalid_messages")
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A deep copy of a JSON-like value with every string (keys too) changed. Raises RequestError for anything not JSON-like."""
+    left = MAX_NODES
+
+    def copy(value: Any, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if depth > MAX_DEPTH or left < 0:
+            raise RequestError(f"messages nest at most {MAX_DEPTH} deep and hold at most {MAX_NODES} values", code="invalid_messages")
+        if isinstance(value, str):
+            return change(value)
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, list | tuple):
+            return [copy(item, depth + 1) for item in value]
+        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            return {change(key): copy(item, depth + 1) for key, item in value.items()}
+        raise RequestError(f"messages hold strings, numbers, lists and objects, got {type(value).__name__}", code="invalid_messages")
+
+    return copy(value, 0)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox that also refuses single operations with huge results."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Refuse before computing: repetition, powers and padding; after: concatenation."""
+        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
+        numbers = [abs(side) for side in (left, right) if isinstance(side, int)]
+        if operator == "*" and sizes and numbers:
+            _check_size(sizes[0] * numbers[0])
+        elif operator == "**" and len(numbers) == 2:
+            _check_size(numbers[0].bit_length() * numbers[1])
+        elif operator == "+" and len(sizes) == 2:
+            _check_size(sum(sizes))
+        elif operator == "%" and isinstance(left, str):
+            _check_widths(left)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse numbers that ask for huge padding, and replacements that multiply."""
+        _check_arguments(args, kwargs)
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            if __obj.__name__ in ("replace", "join"):
+                _check_growth(__obj.__name__, owner, args)
+            elif __obj.__name__ in ("format", "format_map"):
+                _check_widths(owner)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_RENDERED_CHARS:
+        raise SecurityError(f"an operation asks for {size} items, the limit is {MAX_RENDERED_CHARS}")
+
+
+def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int):
+            _check_size(abs(value))
+
+
+def _check_widths(form: str) -> None:
+    if _LONG_NUMBER.search(form):
+        raise SecurityError(f"a format asks for a width of {MAX_WIDTH} or more")
+
+
+def _check_growth(name: str, text: str, args: tuple[Any, ...]) -> None:
+    if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
+        _check_size(len(text) + text.count(args[0]) * len(args[1]))
+    elif name == "join" and args and isinstance(args[0], list | tuple):
+        _check_size(sum(len(text) + len(item) for item in args[0] if isinstance(item, str)))
+
+
+def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that refuses huge numbers and growth as calls do."""
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        _check_arguments(args, kwargs)
+        values = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        if function.__name__ == "do_replace" and values and isinstance(values[0], str):
+            _check_growth("replace", values[0], values[1:])
+        elif function.__name__ == "do_format" and values and isinstance(values[0], str):
+            _check_widths(values[0])
+        elif function.__name__.endswith("do_join") and values and isinstance(values[0], list | tuple):
+            glue = values[1] if len(values) > 1 else kwargs.get("d", "")
+            _check_growth("join", str(glue), values[:1])
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks assistant text for trainers; here it is only its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja's attribute
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """Plain JSON as Hugging Face offers it; Jinja's own filter would escape for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: Any) -> None:
+    raise jinja2.TemplateError(str(message))
