@@ -1,0 +1,150 @@
+"""Many prompts in one message. In: prompts as bytes with their parameters, or received frames. Out: the three bulk frames, or prompts again. No I/O.
+
+The frames of submit and assign: params (MessagePack array of SamplingParams), ids (int32, all id prompts one after the other),
+text (UTF-8, all text and chat prompts one after the other).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from batchgen.sampling_params import SamplingParams
+from rollout import limits
+from rollout.errors import ProtocolError
+from rollout.wire import AssignHead, PromptKind, RequestHead, frame_sizes
+
+ID_BYTES = 4
+_encoder = msgspec.msgpack.Encoder()
+_raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_params = msgspec.msgpack.Decoder(SamplingParams)
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One turn of a chat prompt."""
+
+    role: str
+    content: str
+
+
+_chat = msgspec.json.Decoder(list[ChatMessage])
+
+
+class Batch:
+    """Collects prompts for one message until one of the message's limits is reached."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._header_bytes = 0
+        self._prompt_bytes = 0
+        self._params_bytes = 0
+        self._params: dict[bytes, int] = {}
+        self._ids: list[bytes] = []
+        self._text: list[bytes] = []
+
+    def add(self, kind: PromptKind, prompt: bytes, params: bytes, head_bytes: int = 64) -> int | None:
+        """Index of the params entry, or None when the prompt does not fit any more (never on an empty batch)."""
+        new_params = params not in self._params
+        if self.count and (
+            self.count == limits.MAX_REQUESTS_PER_SUBMIT
+            or self._header_bytes + head_bytes > limits.TARGET_HEADER_BYTES
+            or self._prompt_bytes + len(prompt) > limits.TARGET_MESSAGE_BYTES
+            or (new_params and len(self._params) == limits.MAX_PARAMS_PER_SUBMIT)
+            or (new_params and self._params_bytes + len(params) > limits.MAX_PARAMS_BYTES // 2)
+        ):
+            return None
+        if new_params:
+            self._params[params] = len(self._params)
+            self._params_bytes += len(params)
+        (self._ids if kind == "ids" else self._text).append(prompt)
+        self.count += 1
+        self._header_bytes += head_bytes
+        self._prompt_bytes += len(prompt)
+        return self._params[params]
+
+    def frames(self) -> list[bytes]:
+        params = _encoder.encode([msgspec.Raw(encoded) for encoded in self._params])
+        return [params, b"".join(self._ids), b"".join(self._text)]
+
+
+def prompt_length(kind: PromptKind, prompt: bytes) -> int:
+    """The `length` of a head."""
+    return len(prompt) // ID_BYTES if kind == "ids" else len(prompt)
+
+
+def split(heads: Sequence[RequestHead] | Sequence[AssignHead], frames: Sequence[Any]) -> tuple[list[bytes], Iterator[bytes]]:
+    """(encoded params, prompts in order). ProtocolError when frames and heads disagree or a limit is passed; nothing was copied then."""
+    ids_bytes = sum(head.length for head in heads if head.kind == "ids") * ID_BYTES
+    text_bytes = sum(head.length for head in heads if head.kind != "ids")
+    if ids_bytes + text_bytes > limits.MAX_SUBMIT_BYTES:
+        raise ProtocolError(f"prompts have {ids_bytes + text_bytes} bytes, one message takes {limits.MAX_SUBMIT_BYTES}; send several")
+    for head in heads:
+        if head.kind == "ids" and head.length > limits.MAX_PROMPT_TOKENS:
+            raise ProtocolError(f"a prompt has {head.length} tokens, the wire takes {limits.MAX_PROMPT_TOKENS}")
+    params_bytes = len(frames[0]) if frames else 0
+    if params_bytes > limits.MAX_PARAMS_BYTES:
+        raise ProtocolError(f"params frame has {params_bytes} bytes, the limit is {limits.MAX_PARAMS_BYTES}")
+    frame_sizes(frames, (params_bytes, ids_bytes, text_bytes), ("params", "ids", "text"))
+    try:
+        params = [bytes(raw) for raw in _raw_list.decode(frames[0])]
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"params frame is not an array of SamplingParams: {error}") from None
+    if len(params) > limits.MAX_PARAMS_PER_SUBMIT or any(head.params >= len(params) for head in heads):
+        raise ProtocolError(f"params frame has {len(params)} entries, at most {limits.MAX_PARAMS_PER_SUBMIT} and each head's index among them")
+    return params, _prompts(heads, frames)
+
+
+def _prompts(heads: Sequence[RequestHead] | Sequence[AssignHead], frames: Sequence[Any]) -> Iterator[bytes]:
+    ids, text = memoryview(frames[1]), memoryview(frames[2])
+    ids_at = text_at = 0
+    for head in heads:
+        if head.kind == "ids":
+            yield bytes(ids[ids_at : (ids_at := ids_at + head.length * ID_BYTES)])
+        else:
+            yield bytes(text[text_at : (text_at := text_at + head.length)])
+
+
+def encode_params(params: SamplingParams) -> bytes:
+    """ProtocolError when the parameters alone are too long for a message."""
+    encoded = _encoder.encode(params)
+    if len(encoded) > limits.MAX_PARAMS_BYTES // 2:
+        raise ProtocolError(f"sampling parameters have {len(encoded)} bytes, the limit is {limits.MAX_PARAMS_BYTES // 2}")
+    return encoded
+
+
+def decode_params(encoded: bytes) -> SamplingParams:
+    """The checked parameters. ProtocolError names the field."""
+    try:
+        return _params.decode(encoded)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise ProtocolError(f"sampling parameters are invalid: {error}", code="invalid_params") from None
+
+
+def encode_ids(token_ids: Sequence[int]) -> bytes:
+    """int32 bytes. ProtocolError for ids that are not 32-bit integers."""
+    try:
+        values = np.asarray(token_ids)
+        if values.size == 0:
+            return b""
+        if values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < -(1 << 31) or values.max() >= 1 << 31:
+            raise ValueError
+    except (ValueError, OverflowError, TypeError):
+        raise ProtocolError(f"a prompt is a flat list of 32-bit token ids, got {str(token_ids)[:80]}", code="invalid_prompt") from None
+    return values.astype("<i4").tobytes()
+
+
+def decode_ids(prompt: bytes) -> list[int]:
+    ids: list[int] = np.frombuffer(prompt, dtype="<i4").tolist()
+    return ids
+
+
+def decode_chat(prompt: bytes) -> list[dict[str, str]]:
+    """Chat messages as role/content dicts. ProtocolError when it is not a JSON array of them or too long."""
+    try:
+        messages = _chat.decode(prompt)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProtocolError(f"a chat prompt is a JSON array of {{role, content}}: {error}", code="invalid_prompt") from None
+    if not 0 < len(messages) <= limits.MAX_CHAT_MESSAGES:
+        raise ProtocolError(f"a chat prompt has 1 to {limits.MAX_CHAT_MESSAGES} messages, got {len(messages)}", code="invalid_prompt")
+    return [{"role": message.role, "content": message.content} for message in messages]
