@@ -1,0 +1,25 @@
+"""Batch jobs: a file of requests in, a file of results out, resumable. Never imports torch by itself."""
+
+from rollout.jobs.backend import Backend, EmbeddedBackend
+from rollout.jobs.config import JobConfig
+from rollout.jobs.errors import BackendLost, JobRefused, JobStopped, JobWriteError, TooManyFailures
+from rollout.jobs.progress import PlainReporter, Reporter, Summary, default_reporter
+from rollout.jobs.results import ResultRow
+from rollout.jobs.runner import Job
+
+__all__ = [
+    "Backend",
+    "BackendLost",
+    "EmbeddedBackend",
+    "Job",
+    "JobConfig",
+    "JobRefused",
+    "JobStopped",
+    "JobWriteError",
+    "PlainReporter",
+    "Reporter",
+    "ResultRow",
+    "Summary",
+    "TooManyFailures",
+    "default_reporter",
+]
