@@ -1,6 +1,7 @@
 """From a configuration to the parts of an engine. In: EngineConfig. Out: loaded model, tokenizer, memory plan, model facts."""
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -22,15 +23,15 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
     model = loaded.config
     memory = plan_memory(
         config,
-        weights_bytes=loaded.weights_bytes,
-        bytes_per_page=KVCache.bytes_per_page(model, config.page_size, loaded.kv_dtype),
+        weights_bytes=sum(storage.nbytes for storage in loaded.store.table.storages()),
+        bytes_per_page=KVCache.bytes_per_page(model, config.page_size, loaded.dtype),
         model_max_len=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         device_free_bytes=free_bytes,
     )
     log.info("memory plan:\n%s", memory.table())
     facts = ModelFacts(
-        name=loaded.name,
+        name=Path(config.model).resolve().name,
         architecture=model.architecture,
         fingerprint=loaded.fingerprint,
         vocab_size=min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size,
@@ -39,7 +40,7 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
         num_layers=model.num_layers,
         num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok,
-        dtype=str(loaded.kv_dtype).removeprefix("torch."),
+        dtype=str(loaded.dtype).removeprefix("torch."),
         deterministic=config.deterministic,
     )
     return loaded, tokenizer, memory, facts

@@ -44,7 +44,7 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded, self.tokenizer, self.memory, self.facts = assemble(config)
-        kv = KVCache(loaded.config, self.memory.num_pages, config.page_size, loaded.kv_dtype, config.device)
+        kv = KVCache(loaded.config, self.memory.num_pages, config.page_size, loaded.dtype, config.device)
         self.weights = loaded.store
         self.pool = PagePool(self.memory.num_pages, config.page_size)
         self.runtime = Runtime()
@@ -136,6 +136,7 @@ class Engine:
         s.pages_total, s.pages_used = self.pool.num_pages, self.pool.num_used
         return s
 
+    @torch.inference_mode()
     def step(self) -> list[Event]:
         """Advance everything once. Never raises for the fault of a single request."""
         started = time.monotonic()
@@ -195,9 +196,9 @@ class Engine:
         for seq in [decoding[i] for i in step_plan.yielded]:
             self._yield(seq)
         for job_id in step_plan.dropped:
-            self._drop(self._prefilling.pop(job_id, None) or self._ready.pop(job_id))
-        for prompt_id, number in step_plan.starts:
-            self._start(self._ready[prompt_id], number)
+            self._drop(self._ready.pop(job_id) if job_id in self._ready else self._prefilling.pop(job_id))
+        if step_plan.starts:
+            self._start([(self._ready[prompt_id], number) for prompt_id, number in step_plan.starts])
         seqs = self.runtime.combine()
         grown = []
         for seq in seqs:
@@ -206,11 +207,11 @@ class Engine:
                 grown.append((seq, self.pool.allocate(lacking)))
         for job in list(islice(self._intake.waiting(), len(step_plan.admitted))):
             self._admit(job)
-        chunks = [
-            Chunk(job, job.num_computed, min(number, job.num_left))
-            for job_id, number in step_plan.chunks
-            if (job := self._prefilling.get(job_id)) is not None
-        ]
+        chunks = []
+        for job_id, number in step_plan.chunks:
+            if job_id in self._prefilling:
+                prefill = self._prefilling[job_id]
+                chunks.append(Chunk(prefill, prefill.num_computed, min(number, prefill.num_left)))
         if not seqs and not chunks:
             return
         self._runner.extend_pages(grown)
@@ -256,30 +257,32 @@ class Engine:
         else:
             self._resume_from(job)
 
-    def _start(self, prompt: Prompt, number: int) -> None:
-        """Start samples of a computed prompt: share its full pages, copy the partial one, sample each first token."""
-        length, size = len(prompt.token_ids), self.pool.page_size
-        shared, partial = prompt.pages[: length // size], prompt.pages[length // size :]
-        seqs, copies = [], []
-        for _ in range(number):
-            request, index = prompt.unstarted.popleft()
-            if not partial:
-                own = []
-            elif prompt.unstarted:
-                own = self.pool.allocate(1)
-                copies.append(own[0])
-            else:
-                own, partial = partial, []
-            self.pool.retain(shared)
-            seqs.append(self._new_sequence(prompt, request, index, shared + own))
-        if copies:
-            self._runner.kv.copy_pages([prompt.pages[length // size]] * len(copies), copies)
-        if not prompt.unstarted:
-            self.pool.release(shared)
-            self._intake.retire(prompt)
-            del self._ready[prompt.id]
+    def _start(self, starts: list[tuple[Prompt, int]]) -> None:
+        """Start samples of computed prompts: share full pages, copy the partial one, sample every first token in one go."""
+        seqs, logit_rows, sources, targets = [], [], [], []
+        for row, (prompt, number) in enumerate(starts):
+            full = len(prompt.token_ids) // self.pool.page_size
+            shared, partial = prompt.pages[:full], prompt.pages[full:]
+            for _ in range(number):
+                request, index = prompt.unstarted.popleft()
+                own = partial
+                if partial and prompt.unstarted:
+                    own = self.pool.allocate(1)
+                    sources += partial
+                    targets += own
+                self.pool.retain(shared)
+                seqs.append(self._new_sequence(prompt, request, index, shared + own))
+                logit_rows.append(row)
+            if not prompt.unstarted:
+                self.pool.release(shared)
+                self._intake.retire(prompt)
+                del self._ready[prompt.id]
+        if targets:
+            self._runner.kv.copy_pages(sources, targets)
         self.runtime.start(seqs)
-        for seq, decoded in zip(seqs, self._runner.first_tokens(seqs, prompt.logits_V, self.weights_version), strict=True):
+        logits_RV = torch.stack([prompt.logits_V for prompt, _ in starts])
+        logits_BV = logits_RV[torch.tensor(logit_rows, device=logits_RV.device)]
+        for seq, decoded in zip(seqs, self._runner.first_tokens(seqs, logits_BV, self.weights_version), strict=True):
             self._resume(seq, decoded)
 
     def _new_sequence(self, prompt: Prompt, request: Request, index: int, pages: list[int]) -> Sequence:
@@ -388,6 +391,7 @@ class Engine:
                 self._finish(request.request_id, _unstarted_sample(request, index), 0, events)
             if not prompt.unstarted:
                 self._forget(prompt)
+        self._collect(events)
 
     def _forget(self, prompt: Prompt) -> None:
         self._intake.retire(prompt)
@@ -430,10 +434,7 @@ class Engine:
                 self._runner.vacate(seq)
             else:
                 self._forget_resumption(seq)
-            if seq.stream is not None:
-                text = seq.stream.finish()
-            else:
-                text = self._text(seq)
+            text = self._text(seq)
             if seq.request.stream:
                 self._report(seq, events)
             self._finish(seq.request.request_id, seq.sample(text), seq.num_cached, events)
@@ -443,14 +444,18 @@ class Engine:
 
     def _forget_resumption(self, seq: Sequence) -> None:
         """Drop the prefill of a sequence that ended while it waited for its KV."""
-        for job in [j for j in self._intake.resumptions if j.sequence is seq]:
-            self._intake.remove(job)
-        for job_id, job in list(self._prefilling.items()):
+        for job in [*self._intake.resumptions, *self._prefilling.values()]:
             if isinstance(job, Resumption) and job.sequence is seq:
-                self.pool.release(job.pages)
-                del self._prefilling[job_id]
+                if job.state is State.WAITING:
+                    self._intake.remove(job)
+                else:
+                    self.pool.release(job.pages)
+                    del self._prefilling[job.id]
 
     def _text(self, seq: Sequence) -> str:
+        if seq.stream is not None:
+            seq.new_text += seq.stream.finish()
+            return seq.stream.text
         if self.tokenizer is None:
             return ""
         ids = seq.output_ids

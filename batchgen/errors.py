@@ -1,10 +1,10 @@
 """Error tree of the engine. In: nothing. Out: exception classes and their wire form. Never imports torch.
 
-    BatchGenError(Exception)         everything we raise on purpose
-    ├── RequestError(ValueError)     one prompt or its parameters cannot be served; that row fails alone
-    ├── ModelError(ValueError)       a checkpoint folder cannot be loaded
-    ├── WeightUpdateError(ValueError) pushed weights were refused; the old version still serves
-    └── MemoryPlanError(ValueError)  the model or one sequence does not fit the stated budget
+BatchGenError(Exception)         everything we raise on purpose
+├── RequestError(ValueError)     one prompt or its parameters cannot be served; that row fails alone
+├── ModelError(ValueError)       a checkpoint folder cannot be loaded
+├── WeightUpdateError(ValueError) pushed weights were refused; the old version still serves
+└── MemoryPlanError(ValueError)  the model or one sequence does not fit the stated budget
 """
 
 import msgspec

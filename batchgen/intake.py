@@ -103,11 +103,10 @@ class Intake:
 
     def remove(self, job: Prefill) -> None:
         """Take an admitted job out of the queue it stands in."""
-        queue: deque = self.prompts if isinstance(job, Prompt) else self.resumptions
-        if queue[0] is job:
-            queue.popleft()
-        else:
-            queue.remove(job)
+        if isinstance(job, Prompt):
+            self.prompts.remove(job)
+        elif isinstance(job, Resumption):
+            self.resumptions.remove(job)
 
     def retire(self, prompt: Prompt) -> None:
         """All samples of the prompt have started or ended; the next equal prompt is a new one."""

@@ -57,7 +57,9 @@ class LLM:
             try:
                 ids = self.encode(prompt)
                 self.engine.submit(
-                    Request(request_id=request_id, prompt_token_ids=ids, params=wanted, sample_indices=list(range(wanted.n)), seed_base=base)
+                    Request(
+                        request_id=request_id, prompt_token_ids=ids, params=wanted, sample_indices=list(range(wanted.n)), seed_base=base
+                    )
                 )
             except RequestError as error:
                 groups[position] = _error_group(request_id, ids, wanted, base, error.info())
@@ -79,7 +81,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises RequestError when text or messages come without a tokenizer."""
         if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-            return prompt  # type: ignore[return-value]
+            return list(prompt)  # type: ignore[arg-type]
         tokenizer = self.engine.tokenizer
         if not isinstance(prompt, str | list):
             raise RequestError(f"a prompt is token ids, text or chat messages, got {type(prompt).__name__}", code="invalid_prompt")

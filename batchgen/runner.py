@@ -20,6 +20,10 @@ from batchgen.packing import PackedBatch
 from batchgen.sampler import SampledTokens, Sampler
 from batchgen.sequence import Decoded, Prefill, Prompt, Sequence
 
+NO_TOKEN = ErrorInfo(
+    code="no_token_allowed",
+    message="allowed_token_ids, bad_words and min_tokens together forbid every token at this position; loosen one of them",
+)
 NAN_LOGITS = ErrorInfo(
     code="nan_logits",
     message="the model's logits for this sample are NaN or infinite; check the checkpoint or the last weight update",
@@ -102,10 +106,9 @@ class Runner:
             index = torch.tensor([rows, columns], device=self.device)
             self._page_table_SP[index[0], index[1]] = torch.tensor(pages, device=self.device)
 
-    def first_tokens(self, seqs: list[Sequence], logits_V: Tensor, version: int) -> list[Decoded]:
-        """Sample the first token of sequences that share the prompt whose last logits these are."""
+    def first_tokens(self, seqs: list[Sequence], logits_BV: Tensor, version: int) -> list[Decoded]:
+        """Sample the first token of each sequence from its prompt's last logits."""
         records = _Records()
-        logits_BV = logits_V.expand(len(seqs), -1)
         slots_B = torch.tensor([seq.slot for seq in seqs], device=self.device)
         self._sample(logits_BV, slots_B, records)
         return self._split(seqs, records, version)
@@ -132,7 +135,7 @@ class Runner:
             if step_chunks:
                 prefilled = _chunk_results(step_chunks, num_rows, out.logits_MV, out.routed_TLK)
             if num_rows:
-                if want_routed:
+                if want_routed and out.routed_TLK is not None:
                     records.routed.append(out.routed_TLK[:num_rows])
                 slots_B = self._sample(out.logits_MV[:num_rows], slots_B, records)
         return self._split(seqs, records, version), prefilled
@@ -197,6 +200,7 @@ class Runner:
         tokens = _column([s.token_ids_B for s in records.sampled])[sorted_N].tolist()
         logprobs = _column([s.logprobs_B for s in records.sampled])[sorted_N].tolist()
         failed = _column([s.failed_B for s in records.sampled])[sorted_N].tolist()
+        blocked = _column([s.blocked_B for s in records.sampled])[sorted_N].tolist()
         tops = _tops(records.sampled, sorted_N) if any(seq.request.params.logprobs for seq in seqs) else None
         routed = _column(records.routed)[sorted_N].numpy() if records.routed else None
         results = []
@@ -208,17 +212,18 @@ class Runner:
             if routed is not None and seq.request.params.return_routed_experts:
                 decoded.routed = routed[start:end]
             if end > start:
-                _judge(decoded, seq, failed[end - 1])
+                fault = (NO_TOKEN if blocked[end - 1] else NAN_LOGITS) if failed[end - 1] else None
+                _judge(decoded, seq, fault)
             results.append(decoded)
         return results
 
 
-def _judge(decoded: Decoded, seq: Sequence, failed: bool) -> None:
-    """Set the reason if the last token ended the sample."""
-    if failed:
+def _judge(decoded: Decoded, seq: Sequence, fault: ErrorInfo | None) -> None:
+    """Set the reason if the last token, or the lack of one, ended the sample."""
+    if fault is not None:
         decoded.token_ids, decoded.logprobs = decoded.token_ids[:-1], decoded.logprobs[:-1]
         decoded.tops = decoded.tops[:-1] if decoded.tops else None
-        decoded.reason, decoded.error = "error", NAN_LOGITS
+        decoded.reason, decoded.error = "error", fault
     elif decoded.token_ids[-1] in seq.stop_token_ids:
         decoded.reason = "stop"
     elif len(seq.output_ids) + len(decoded.token_ids) >= seq.max_outputs:

@@ -174,7 +174,8 @@ class Sequence:
     def _extend(self, event: Decoded) -> None:
         count = len(event.token_ids)
         if self.stream is not None:
-            update = self.stream.push(event.token_ids)
+            hide_last = event.reason == "stop" and not self.request.params.include_stop
+            update = self.stream.push(event.token_ids[:-1] if hide_last else event.token_ids)
             self.new_text += update.text
             if update.stop_match is not None:
                 assert update.num_tokens is not None

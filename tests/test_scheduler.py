@@ -19,16 +19,28 @@ def states(draw):
     running = []
     for _ in range(draw(counts)):
         tokens = draw(st.integers(2, 40))
-        running.append(RunningView(next(ids), tokens, pages_for(tokens - 1), draw(st.integers(0, pages_for(tokens - 1))), draw(st.integers(1, 30))))
+        running.append(
+            RunningView(next(ids), tokens, pages_for(tokens - 1), draw(st.integers(0, pages_for(tokens - 1))), draw(st.integers(1, 30)))
+        )
     prefilling = [
-        PrefillView(next(ids), draw(st.integers(1, 50)), draw(st.sampled_from([3, 100])), 0, draw(counts), draw(st.integers(1, 3)), draw(st.booleans()))
+        PrefillView(
+            next(ids),
+            draw(st.integers(1, 50)),
+            draw(st.sampled_from([3, 100])),
+            0,
+            draw(counts),
+            draw(st.integers(1, 3)),
+            draw(st.booleans()),
+        )
         for _ in range(draw(counts))
     ]
     ready = [ReadyView(next(ids), draw(st.integers(1, 40)), draw(st.integers(1, 9)), draw(counts)) for _ in range(draw(counts))]
     waiting = []
     for is_resumption in [True] * draw(counts) + [False] * draw(counts):
         tokens = draw(st.integers(1, 60))
-        waiting.append(PrefillView(next(ids), tokens, 100, pages_for(tokens), 0, 1 if is_resumption else draw(st.integers(1, 9)), is_resumption))
+        waiting.append(
+            PrefillView(next(ids), tokens, 100, pages_for(tokens), 0, 1 if is_resumption else draw(st.integers(1, 9)), is_resumption)
+        )
     return SchedulerState(
         running=running,
         prefilling=prefilling,
@@ -62,7 +74,7 @@ def test_a_plan_never_promises_more_than_there_is(state, lim):
     growth = sum(max(0, pages_for(v.num_tokens - 1 + min(p.num_steps, v.remaining)) - v.num_pages) for v in running.values())
     started = sum(n * (pages_for(ready[i].num_tokens + p.num_steps) - ready[i].num_tokens // PAGE) for i, n in p.starts)
     admitted = sum(waiting[i].new_pages for i in p.admitted)
-    assert growth + started + admitted <= available or len(running) == 1 and not p.starts and not p.admitted
+    assert growth + started + admitted <= available or (len(running) == 1 and not p.starts and not p.admitted)
 
     live = len(running) + sum(n for _, n in p.starts)
     assert live <= max(lim.max_num_seqs, len(running))
