@@ -1,4 +1,4 @@
-"""The admin plane's messages. In: frames from a peer, or typed messages. Out: checked headers, or frames. Never imports torch, never does I/O.
+"""The admin plane's messages. In: header frames, or typed messages. Out: the other. No torch, no I/O.
 
 Two families share the admin socket: calls (ours, below: one answer each, matched by `call`) and the words of weights_sync/PROTOCOL.md,
 which travel as they are. Both name themselves in `type`.

@@ -1,4 +1,4 @@
-"""Many prompts in one message. In: prompts as bytes with their parameters, or received frames. Out: the three bulk frames, or prompts again. No I/O.
+"""Many prompts in one message. In: encoded prompts with parameters, or received frames. Out: the other. No I/O.
 
 The frames of submit and assign: params (MessagePack array of SamplingParams), ids (int32, all id prompts one after the other),
 text (UTF-8, all text and chat prompts one after the other).
@@ -91,7 +91,7 @@ def split(heads: Sequence[RequestHead] | Sequence[AssignHead], frames: Sequence[
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"params frame is not an array of SamplingParams: {error}") from None
     if len(params) > limits.MAX_PARAMS_PER_SUBMIT or any(head.params >= len(params) for head in heads):
-        raise ProtocolError(f"params frame has {len(params)} entries, at most {limits.MAX_PARAMS_PER_SUBMIT} and each head's index among them")
+        raise ProtocolError(f"params frame has {len(params)} entries; at most {limits.MAX_PARAMS_PER_SUBMIT}, each head's index among them")
     return params, _prompts(heads, frames)
 
 

@@ -1,4 +1,4 @@
-"""One call of the client API: some prompts and where their results go. In: results of single requests. Out: groups in order, events, a future."""
+"""One call of the client API: some prompts and where their results go. In: single results. Out: groups in order, events, a future."""
 
 import asyncio
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The asyncio client of a rollout service. In: prompts and sampling parameters. Out: groups, events. Imports in well under a second; no torch.
+"""The asyncio client of a rollout service. In: prompts, sampling parameters. Out: groups, events. Imports fast; no torch.
 
 RolloutClient (client_sync.py) is the same client on a background thread.
 """
@@ -178,7 +178,7 @@ class AsyncRolloutClient:
         self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *, timeout_s: float | None = None,
         tokens: bool = True,
     ) -> AsyncIterator[Progress | Finished]:  # fmt: skip
-        """Events as they happen: Progress for new tokens (unless tokens=False), Finished for each sample. Leaving the loop cancels the rest."""
+        """Events as they happen: Progress for new tokens (if `tokens`), Finished for each sample. Leaving the loop cancels the rest."""
         call = await self._start(prompts, params, events=True, tokens=tokens)
         events = call.events
         if events is None:
@@ -247,10 +247,12 @@ class AsyncRolloutClient:
         await self._admin_call(admin_wire.Shutdown(call=0, drain_s=drain_s))
 
     async def health(self, timeout_s: float = 10.0) -> Health:
-        return _health.decode(await self._query("health", timeout_s))
+        health: Health = _health.decode(await self._query("health", timeout_s))
+        return health
 
     async def stats(self, timeout_s: float = 10.0) -> ServiceStats:
-        return _stats.decode(await self._query("stats", timeout_s))
+        stats: ServiceStats = _stats.decode(await self._query("stats", timeout_s))
+        return stats
 
     async def _admin_call(self, message: Any) -> None:
         await self._wait_for_welcome()
@@ -261,7 +263,8 @@ class AsyncRolloutClient:
     async def _query(self, what: Literal["health", "stats"], timeout_s: float) -> bytes:
         await self._wait_for_welcome()
         number, self._next_query = self._next_query, self._next_query + 1
-        future = self._queries[number] = self._loop.create_future()
+        future: asyncio.Future[bytes] = self._loop.create_future()
+        self._queries[number] = future
         self._send(wire.Query(call=number, what=what))
         try:
             async with asyncio.timeout(timeout_s):
@@ -295,9 +298,9 @@ class AsyncRolloutClient:
                 error = fault.info()
             number, self._next_request = self._next_request, self._next_request + 1
             request = OpenRequest(
-                request_id=number, label=f"{self.session[:8]}-{number}", kind=kind, prompt=data, params=encoded.get(id(wanted), b""), n=wanted.n,
-                logprobs_mode=wanted.logprobs_mode, seed_base=seed_base(self.seed, str(number), wanted), timeout_s=self._request_timeout_s,
-                stream=tokens, sink=call, position=position,
+                request_id=number, label=f"{self.session[:8]}-{number}", kind=kind, prompt=data, params=encoded.get(id(wanted), b""),
+                n=wanted.n, logprobs_mode=wanted.logprobs_mode, seed_base=seed_base(self.seed, str(number), wanted),
+                timeout_s=self._request_timeout_s, stream=tokens, sink=call, position=position,
             )  # fmt: skip
             call.requests.append(request)
             self._core.add(request)
@@ -452,5 +455,3 @@ class AsyncRolloutClient:
     def _send_frames(self, frames: list[Any]) -> None:
         if self._channel is not None and not self._closed and self._channel.send(b"", frames) == "stuck":
             self._lose(ServiceLostError(f"{self.url} does not read what it is sent"))
-
-

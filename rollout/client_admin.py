@@ -36,7 +36,8 @@ class AdminConnection:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError:
-            reason = f"no answer to {type(message).__name__} from {self.url} within {timeout_s:g} s; is it the admin address, with an admin key?"
+            what = type(message).__name__
+            reason = f"no answer to {what} from {self.url} within {timeout_s:g} s; is it the admin address, and the key an admin's?"
             raise ServiceLostError(reason) from None
         finally:
             self._calls.pop(message.call, None)

@@ -1,4 +1,4 @@
-"""The client's bookkeeping of requests. In: prompts to send, decoded messages of the service, the time. Out: frames to send, results to sinks. No I/O.
+"""The client's bookkeeping of requests. In: prompts, the service's messages, the time. Out: frames to send, results. No I/O.
 
 A request stays here until each of its samples has a result, whatever the connection does meanwhile: after a reconnect everything
 unfinished is submitted again under the same ids, and the service generates nothing twice.
@@ -12,8 +12,8 @@ from batchgen.errors import ErrorInfo
 from batchgen.outputs import Group, GroupBuilder, LogprobsMode, Sample
 from batchgen.request import sample_seed
 from rollout import limits, wire
-from rollout.errors import ProtocolError
 from rollout.batches import Batch, decode_ids, prompt_length
+from rollout.errors import ProtocolError
 from rollout.results import abort_sample, error_sample, unpack_progress, unpack_prompt, unpack_sample
 
 LATE_S = 30.0
@@ -34,7 +34,8 @@ class OpenRequest:
     """A request without all its results."""
 
     __slots__ = (
-        "accepted", "builder", "cancelled", "id", "kind", "n", "params", "position", "prompt", "seed_base", "sent_at", "sink", "stream", "timeout_s",
+        "accepted", "builder", "cancelled", "id", "kind", "n", "params", "position", "prompt", "seed_base", "sent_at", "sink", "stream",
+        "timeout_s",
     )  # fmt: skip
 
     def __init__(

@@ -1,14 +1,14 @@
 """Errors a user of the service or client meets. In: nothing. Out: exception classes. Never imports torch.
 
-    BatchGenError
-    └── RolloutError                   base of everything raised by rollout
-        ├── ProtocolError(ValueError)  a peer sent something that is not in PROTOCOL.md; names the frame and the limit
-        ├── SecurityError              keys missing, unreadable, too open, or a bind that needs keys
-        ├── ConnectError               no welcome before the deadline, or the service refused this peer
-        ├── ServiceLostError           the service stopped answering while a call waited (retryable)
-        ├── DeadlineError              the caller's timeout_s passed (retryable)
-        ├── ClosedError                the client was closed while or before the call
-        └── AdminError                 an admin call failed on the service; carries its code
+BatchGenError
+└── RolloutError                   base of everything raised by rollout
+    ├── ProtocolError(ValueError)  a peer sent something that is not in PROTOCOL.md; names the frame and the limit
+    ├── SecurityError              keys missing, unreadable, too open, or a bind that needs keys
+    ├── ConnectError               no welcome before the deadline, or the service refused this peer
+    ├── ServiceLostError           the service stopped answering while a call waited (retryable)
+    ├── DeadlineError              the caller's timeout_s passed (retryable)
+    ├── ClosedError                the client was closed while or before the call
+    └── AdminError                 an admin call failed on the service; carries its code
 """
 
 from batchgen.errors import BatchGenError, ErrorInfo

@@ -1,4 +1,4 @@
-"""Samples to result items and back, and what health and stats answer. In: Sample, events, bodies. Out: items + body frames, or Samples. Never imports torch.
+"""Samples to result items and back, and what health and stats answer. In: samples, events, or items and bodies. Out: the other. No torch.
 
 Body layouts are in PROTOCOL.md, "Results". Every size is checked against the item before a byte is read.
 Legend: t tokens, k top logprobs per token.
@@ -138,7 +138,7 @@ def unpack_sample(item: SampleItem, body: Any) -> Sample:
     routed = reader.take("<i2", prod(item.routed)).reshape(item.routed).copy() if item.routed else None
     return Sample(
         index=item.index, token_ids=token_ids, logprobs=logprobs, text=reader.text(item.text_bytes), finish_reason=item.finish_reason,
-        stop_match=item.stop_match, detail=item.detail, seed=item.seed, weights_versions=[tuple(span) for span in item.spans],
+        stop_match=item.stop_match, detail=item.detail, seed=item.seed, weights_versions=item.spans,
         top_logprobs=top, routed_experts=routed, error=item.error,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Who works on what. In: events (peers come and go, requests, results, time). Out: actions (accept, assign, deliver, abort). No I/O, no clock.
+"""Who works on what. In: events (peers, requests, results, time). Out: actions (accept, assign, deliver, abort). No I/O, no clock.
 
 Every accepted request ends in exactly one result per sample, whatever joins, dies, repeats or is cancelled in between.
 Clients take turns; one client's requests go out in order. A group goes to one node as a whole, so that its samples share the prompt's
@@ -54,7 +54,9 @@ MAX_DONE_IDS = 1 << 20
 class _Work:
     """One open request, kept small: a million of these may wait."""
 
-    __slots__ = ("cancelled", "client", "due", "id", "kind", "missing", "params", "parts", "prompt", "queued", "retried", "seed_base", "stream")
+    __slots__ = (
+        "cancelled", "client", "due", "id", "kind", "missing", "params", "parts", "prompt", "queued", "retried", "seed_base", "stream",
+    )  # fmt: skip
 
     def __init__(self, client: "_Client", request: NewRequest, due: int):
         self.client = client

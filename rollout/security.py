@@ -1,4 +1,4 @@
-"""Who may connect and who may do what. In: key files, bind addresses. Out: CURVE keys, ZAP allow-lists by role, private run folders. Never sees a message.
+"""Who may connect and who may do what. In: key files, bind addresses. Out: CURVE keys, ZAP allow-lists by role, run folders.
 
 Loopback and ipc sockets may run without keys: everybody who can reach them is this machine's own. Anything else needs CURVE keys, an
 allow-list and an explicit flag. Checks raise; nothing here is an assert.
@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 import zmq
-from zmq.auth.asyncio import AsyncioAuthenticator
 
 from rollout.errors import SecurityError
 
@@ -112,10 +111,12 @@ class Gate:
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys | None):
         self._keys = keys
-        self._authenticator: AsyncioAuthenticator | None = None
+        self._authenticator: Any = None
         self.refused = 0
         """Handshakes with an unknown key or one without a role of that plane."""
         if keys is not None:
+            from zmq.auth.asyncio import AsyncioAuthenticator  # slow to import, and clients read key files with this module
+
             self._authenticator = AsyncioAuthenticator(context)
             for domain, roles in DOMAIN_ROLES.items():
                 self._authenticator.configure_curve_callback(domain, credentials_provider=_Provider(self, keys, roles))
@@ -167,7 +168,7 @@ def check_bind(url: str, keys: ServerKeys | None, allow_remote: bool) -> None:
     if is_local(url):
         return
     if keys is None:
-        raise SecurityError(f"{url} can be reached from other machines and needs CURVE keys; make them with `rollout keys` or bind 127.0.0.1")
+        raise SecurityError(f"{url} can be reached from other machines and needs CURVE keys: use `rollout keys`, or bind 127.0.0.1")
     if not allow_remote:
         raise SecurityError(f"{url} can be reached from other machines; say so with --allow-remote or bind 127.0.0.1")
 

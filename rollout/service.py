@@ -105,9 +105,7 @@ class Service:
         budget = self.limits.outbox_bytes
         public, admin = opened
         self._public_channel = sockets.Channel(public, outbox_bytes=budget, on_message=self._receive, on_trouble=self._public_trouble)
-        self._admin_channel = sockets.Channel(
-            admin, outbox_bytes=budget, on_message=self._admin.receive, on_trouble=lambda peer, _: self._sync_event(sync.PublisherLeft(peer))
-        )
+        self._admin_channel = sockets.Channel(admin, outbox_bytes=budget, on_message=self._admin.receive, on_trouble=self._admin_trouble)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._beat())]
         return self
 
@@ -121,7 +119,7 @@ class Service:
                 self.bye(session.peer, "service_stopped", "the service was stopped", True)
         self._nodes.control("shutdown")
         ends = self.now() + STOP_S
-        while (self._nodes.nodes or not self._public_channel.idle()) and self.now() < ends:
+        while self.now() < ends and (self._nodes.nodes or not self._public_channel.idle()):  # noqa: ASYNC110 - sockets set no event
             await asyncio.sleep(0.02)
         self._public_channel.close()
         self._admin_channel.close()
@@ -306,9 +304,13 @@ class Service:
     # ---- operations (admin plane) ---------------------------------------------------------------------------------------
 
     def _send_admin(self, peer: bytes, frames: list[Any]) -> None:
-        if self._admin_channel.send(peer, frames) in ("gone", "stuck"):
-            self.count("admin_replies_dropped")
-            self._sync_event(sync.PublisherLeft(peer))
+        result = self._admin_channel.send(peer, frames)
+        if result in ("gone", "stuck"):
+            self._admin_trouble(peer, result)
+
+    def _admin_trouble(self, peer: bytes, _: sockets.SendResult) -> None:
+        self.count("admin_replies_dropped")
+        self._sync_event(sync.PublisherLeft(peer))
 
     def _roles_of(self, frame: zmq.Frame) -> frozenset[security.Role]:
         return self._gate.roles(self._gate.user(frame))

@@ -1,4 +1,4 @@
-"""The service's desk for administrators and publishers. In: frames of the admin socket. Out: operations on the hub, weights events, replies.
+"""The service's desk for administrators and publishers. In: frames of the admin socket. Out: operations, weights events, replies.
 
 Every call is answered exactly once; roles are checked per command, deny by default.
 """
@@ -12,6 +12,7 @@ import zmq
 
 from batchgen.errors import BatchGenError, ErrorInfo
 from rollout import admin_wire as wire
+from rollout.errors import ProtocolError
 from rollout.results import Health, ServiceStats
 from rollout.security import Role
 from rollout.wire import HeaderDecoder, cut, encode
@@ -52,7 +53,7 @@ class AdminDesk:
         message: Any = None
         try:
             if not 1 <= len(frames) <= 2:
-                raise BatchGenError(f"an admin message has one header and at most one bulk frame, got {len(frames)} frames", code="protocol_error")
+                raise ProtocolError(f"an admin message has one header and at most one bulk frame, got {len(frames)} frames")
             message = _decoder.decode(frames[0].buffer)
             self._allow(message, self._roles_of(frames[0]))
             if isinstance(message, wire.AdminCall):
@@ -68,7 +69,8 @@ class AdminDesk:
     def _allow(self, message: Any, roles: frozenset[Role]) -> None:
         allowed: frozenset[Role] = frozenset(("admin", "metrics") if isinstance(message, wire.READ_ONLY) else ("admin",))
         if not roles & allowed:
-            raise BatchGenError(f"this key may not use {type(message).__name__}; it needs the role {' or '.join(allowed)}", code="forbidden")
+            needed = " or ".join(sorted(allowed))
+            raise BatchGenError(f"this key may not use {type(message).__name__}; it needs the role {needed}", code="forbidden")
 
     def _call(self, peer: bytes, message: wire.AdminCall) -> None:
         do = self._operations

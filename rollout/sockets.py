@@ -1,4 +1,4 @@
-"""Every ZeroMQ socket is made and driven here. In: addresses, keys, limits. Out: Channel, which calls back with messages. Never decodes a message.
+"""Every ZeroMQ socket is made and driven here. In: addresses, keys, limits. Out: sockets, Channel. Never decodes a message.
 
 A Channel belongs to the asyncio loop (one thread) that made it. Sends never block and are never dropped silently: what the kernel does
 not take yet waits in a per-peer outbox with a byte budget; over the budget the peer is reported as stuck, without a connection as gone.
@@ -83,7 +83,7 @@ def dealer(context: zmq.Context[Any], url: str, *, keys: ClientKeys | None) -> z
 
 
 def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    socket = context.socket(kind)
+    socket: zmq.Socket[Any] = context.socket(kind)
     for option, value in (
         (zmq.LINGER, 200),
         (zmq.SNDHWM, SEND_HWM),
@@ -136,7 +136,7 @@ class Channel:
         self._retry: asyncio.TimerHandle | None = None
         self._pump_due = False
         self.closed = False
-        self._fd = socket.getsockopt(zmq.FD)
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._pump)
         self._schedule()
 

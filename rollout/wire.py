@@ -1,4 +1,4 @@
-"""The public plane's messages. In: frames from a peer, or typed headers. Out: checked headers, or frames. Never imports torch, never does I/O.
+"""The public plane's messages. In: header frames, or typed messages. Out: the other. No torch, no I/O.
 
 PROTOCOL.md is the specification; this file is its typed form. A message is one MessagePack header frame (<= 64 KiB, a tagged union,
 unknown fields refused) and raw bulk frames whose sizes the header states.
@@ -60,7 +60,7 @@ class NodeHello(Message, kw_only=True):
 
 
 class Welcome(Message, kw_only=True):
-    """Service → client or node: the hello was accepted. Sent again, unasked, when the model or its weights version becomes known or changes."""
+    """Service → client or node: the hello was accepted. Sent again, unasked, when the model or its weights version changes."""
 
     version: int
     service: SessionId
@@ -108,7 +108,7 @@ class Drain(Message, kw_only=True):
 
 
 class RequestHead(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """One request of a submit message. Its prompt is the next `length` units of the ids frame (4 bytes each) or text frame (1 byte each)."""
+    """One request of a submit message. Its prompt is the next `length` units of the ids frame (int32) or text frame (bytes)."""
 
     id: Id
     kind: PromptKind
@@ -219,7 +219,7 @@ class ProgressItem(Item, tag="progress", kw_only=True):
 
 
 class PromptItem(Item, tag="prompt", kw_only=True):
-    """What the node knows about the prompt; comes before the part's first sample when the prompt was text or chat or its logprobs were asked for.
+    """What the node knows about the prompt; comes before its samples when it was text or chat or its logprobs were asked for.
     Body: ids int32 [t]; when scored: logprobs float32 [t] (the first is NaN), top ids int32 [t, top_k], top logprobs float32 [t, top_k]."""
 
     num_tokens: Annotated[int, Meta(ge=0, le=limits.MAX_PROMPT_TOKENS)]
