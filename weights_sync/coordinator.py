@@ -29,28 +29,6 @@ from weights_sync.events import (
     VersionChanged,
 )
 
-__all__ = [
-    "Action",
-    "Coordinator",
-    "CoordinatorLimits",
-    "Drained",
-    "Event",
-    "HoldDispatch",
-    "NodeJoined",
-    "NodeLeft",
-    "NodeSaid",
-    "Peer",
-    "Phase",
-    "PublisherLeft",
-    "PublisherSaid",
-    "ReleaseDispatch",
-    "SendNode",
-    "SendPublisher",
-    "SetServing",
-    "Tick",
-    "VersionChanged",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorLimits:
@@ -259,6 +237,9 @@ class Coordinator:
                 out.append(SendPublisher(peer, table, data))
             return
         update = self._update
+        if isinstance(message, m.Failed) and not message.intact and (state := self._nodes.get(node)):
+            state.version, state.trouble = None, f"its weight update failed: {'; '.join(message.reasons)}"
+            self._refresh(out)
         if update is None or message.update != update.begin.update or node not in update.acks:
             if isinstance(message, m.Committed) and self._last is not None and message.update == self._last.update and node in self._nodes:
                 self._nodes[node].version, self._nodes[node].trouble = message.version, ""  # it swapped after its deadline
@@ -268,7 +249,8 @@ class Coordinator:
         match update.phase, message:
             case Phase.COMMITTING, m.Committed():
                 self._nodes[node].version, self._nodes[node].trouble = message.version, ""
-                update.reports += [m.NodeReport(node=node, stage_s=r.stage_s, paused_s=r.paused_s) for r in message.nodes[:1]]
+                report = message.nodes[0] if message.nodes else m.NodeReport(stage_s=0.0)
+                update.reports.append(m.NodeReport(node=node, stage_s=report.stage_s, paused_s=report.paused_s))
                 self._swap_ended(node, out)
             case Phase.COMMITTING, m.Failed():
                 self._swap_failed(node, "; ".join(message.reasons), message.intact, out)

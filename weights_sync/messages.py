@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from batchgen.errors import WeightUpdateError
+from batchgen.errors import ErrorInfo, WeightUpdateError
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_TABLE_BYTES = 64 * 1024 * 1024
@@ -170,6 +170,12 @@ class Failed(Message):
     """Nodes only. False: the weights may be a mixture; the node must not serve."""
     retryable: bool = False
     """Whether the same push may succeed when sent again."""
+
+
+class Refused(Message):
+    """Service → publisher: the last message could not be read or is not allowed with this key."""
+
+    error: ErrorInfo
 
 
 FromPublisher = Describe | Begin | Bucket | Commit | Abort

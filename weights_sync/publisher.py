@@ -20,7 +20,7 @@ SILENCE_S = 10.0
 SWAP_S = 60.0
 """Longest wait beyond `timeout_s`: the service's own deadline for nodes to swap is shorter."""
 
-_decoder = m.Decoder(m.ToPublisher)
+_decoder = m.Decoder(m.ToPublisher | m.Refused)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +95,7 @@ class _Push:
         self._send(m.Describe())
         table, specs_frame = self._wait(m.Table)
         if (version := self._version) <= table.version:
-            raise WeightUpdateError(
-                f"version {self._version} is not greater than {table.version}, which serves now; number the pushes upwards"
-            )
+            raise WeightUpdateError(f"version {version} is not greater than {table.version}, which serves now; number the pushes upwards")
         picks, entries = self._match({entry.name: entry for entry in m.decode_table(specs_frame)})
         plan = plan_buckets(entries, table.bucket_bytes)
         begin = m.Begin(
@@ -135,9 +133,7 @@ class _Push:
         for second, first in result.must_equal:
             a, b = self._source.get(first), self._source.get(second)
             if a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a)):
-                raise WeightUpdateError(
-                    f"{first} and {second} are one tensor in this model but differ; push equal ones or leave {second} out"
-                )
+                raise WeightUpdateError(f"{first} and {second} are tied in this model but differ; push equal ones or leave {second} out")
         entries = []
         for pick in result.picks:
             spec, own = specs[pick.name], self._source.dtypes[pick.source]
@@ -192,6 +188,8 @@ class _Push:
         message = _decoder.decode(frames[0])
         if isinstance(message, m.Failed):
             raise WeightUpdateError("; ".join(message.reasons), code="weight_update_failed", retryable=message.retryable)
+        if isinstance(message, m.Refused):
+            raise WeightUpdateError(message.error.message, code=message.error.code, retryable=message.error.retryable)
         if isinstance(message, m.Ack):
             self._acked = message.count
         elif not isinstance(message, kind | m.Progress):

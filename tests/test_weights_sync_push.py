@@ -1,0 +1,463 @@
+"""Pushing through publisher, coordinator and receivers with fake targets: what arrives, what is refused, what a fault leaves behind."""
+
+import fake_weight_sync
+import pytest
+import torch
+from fake_weight_sync import SPECS, FakeChannel, FakeTarget, World, state
+from safetensors.torch import save_file
+
+from batchgen.errors import WeightUpdateError
+from weights_sync import WeightPublisher, publisher
+from weights_sync import messages as m
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch):
+    monkeypatch.setattr(publisher, "SILENCE_S", 0.2)
+
+
+@pytest.fixture
+def on_send(monkeypatch):
+    return lambda function: monkeypatch.setattr(FakeChannel, "on_send", staticmethod(function))
+
+
+@pytest.fixture
+def on_wait(monkeypatch):
+    return lambda function: monkeypatch.setattr(FakeChannel, "on_wait", staticmethod(function))
+
+
+def push(world, weights=None, version=1, **options):
+    return WeightPublisher(world).push(state() if weights is None else weights, version, **options)
+
+
+def assert_holds(world, tensors, version=1):
+    assert world.version == version
+    for name, node in world.nodes.items():
+        assert world.serving[name] and node.target.version == version and node.target.stage is None
+        assert node.target.tensors.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(node.target.tensors[key], tensor.to(node.target.tensors[key].dtype)), key
+
+
+def assert_untouched(world, version=0):
+    """Every node serves the old version, holds no staging memory, and the next push works."""
+    assert world.version == version and not world.coordinator.busy and not world.held
+    for name, node in world.nodes.items():
+        assert world.serving[name] and node.target.version == version and node.target.stage is None
+    FakeChannel.on_send = FakeChannel.on_wait = None
+    for node in world.nodes.values():
+        node.target.refuse_name = None
+    push(world, state(7), version + 1)
+    assert_holds(world, state(7), version + 1)
+
+
+# ---- what arrives -------------------------------------------------------------------------------------------------------
+
+
+def test_every_node_holds_the_pushed_values_bit_for_bit():
+    world = World([SPECS, SPECS])
+    report = push(world)
+    assert_holds(world, state())
+    assert report.num_tensors == len(SPECS) and {node.node for node in report.nodes} == {"n0", "n1"} and not report.lost
+
+
+def test_nothing_is_staged_before_every_node_agreed_to_the_table():
+    world = World([SPECS, SPECS])
+    push(world)
+    log = world.nodes["n0"].target.log
+    assert log[0] == ("open", 1) and [kind for kind, _ in log[1:-2]] == ["put"] * len(SPECS)
+    assert log[-2:] == [("policy", "finish"), ("commit", 1)]
+
+
+def test_iterator_dict_module_and_folder_push_the_same(tmp_path):
+    tensors = state()
+    save_file(dict(list(tensors.items())[:4]), tmp_path / "model-1.safetensors")
+    save_file(dict(list(tensors.items())[4:]), tmp_path / "model-2.safetensors")
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        home = module
+        for part in name.split(".")[:-1]:
+            if not hasattr(home, part):
+                home.add_module(part, torch.nn.Module())
+            home = getattr(home, part)
+        if name.endswith("bias"):
+            home.register_buffer(name.split(".")[-1], tensor)
+        else:
+            home.register_parameter(name.split(".")[-1], torch.nn.Parameter(tensor))
+    world = World()
+    for version, weights in enumerate([iter(tensors.items()), tensors, module, tmp_path, str(tmp_path)], start=1):
+        push(world, weights, version)
+        assert_holds(world, tensors, version)
+
+
+def test_wider_trainer_tensors_are_converted_before_they_travel():
+    wide = {name: tensor.double() for name, tensor in state().items()}
+    world = World()
+    report = push(world, wide)
+    assert_holds(world, state())
+    assert report.num_bytes == sum(tensor.numel() * tensor.element_size() for tensor in state().values())
+
+
+def test_narrower_trainer_tensors_travel_as_they_are():
+    narrow = {name: tensor.bfloat16() for name, tensor in state().items()}
+    world = World()
+    assert push(world, narrow).num_bytes == 2 * sum(tensor.numel() for tensor in narrow.values())
+    assert_holds(world, {name: tensor.to(getattr(torch, SPECS[name].dtype)) for name, tensor in narrow.items()})
+
+
+def test_non_contiguous_tensors_arrive_in_order():
+    tensors = {name: tensor.t().contiguous().t() if tensor.ndim == 2 else tensor for name, tensor in state().items()}
+    assert not tensors["model.embed_tokens.weight"].is_contiguous()
+    world = World()
+    push(world, tensors)
+    assert_holds(world, state())
+
+
+def test_stacked_experts_and_wrapper_prefixes_are_mapped():
+    tensors = state()
+    experts = "model.layers.0.mlp.experts"
+    part = lambda e, name: tensors[f"{experts}.{e}.{name}.weight"]  # noqa: E731
+    stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    stacked[f"{experts}.gate_up_proj"] = torch.stack([torch.cat([part(e, "gate_proj"), part(e, "up_proj")]) for e in range(2)])
+    stacked[f"{experts}.down_proj"] = torch.stack([part(e, "down_proj") for e in range(2)])
+    world = World()
+    push(world, {f"module._orig_mod.{name}": tensor for name, tensor in stacked.items()})
+    assert_holds(world, tensors)
+
+
+def test_tied_head_is_accepted_under_both_names_if_equal():
+    tensors = state()
+    world = World()
+    push(world, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    assert_holds(world, tensors)
+    renamed = {name.replace("model.embed_tokens", "lm_head"): tensor for name, tensor in tensors.items()}
+    push(world, renamed, 2)
+    assert_holds(world, tensors, 2)
+    with pytest.raises(WeightUpdateError, match="tied in this model but differ"):
+        push(world, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, 3)
+    assert_holds(world, tensors, 2)
+
+
+def test_same_weights_twice_leave_the_same_bits():
+    world = World()
+    push(world, state(), 1)
+    push(world, state(), 2)
+    assert_holds(world, state(), 2)
+
+
+@pytest.mark.parametrize("policy", ["finish", "abort", "continue"])
+def test_policy_reaches_the_engine(policy):
+    world = World()
+    push(world, policy=policy)
+    assert ("policy", policy) in world.nodes["n0"].target.log
+
+
+def test_window_is_respected(on_send):
+    world, most = World(), 0
+
+    def count(message, data):
+        nonlocal most
+        update = world.coordinator._update
+        most = max(most, update.num_buckets - update.acked + 1) if isinstance(message, m.Bucket) else most
+        return message, data
+
+    on_send(count)
+    push(world)
+    assert 1 <= most <= fake_weight_sync.LIMITS.window
+
+
+# ---- refused before anything travels ------------------------------------------------------------------------------------
+
+
+def refused(world, weights, match, version=1, **options):
+    with pytest.raises(WeightUpdateError, match=match):
+        push(world, weights, version, **options)
+    assert all(log[0] != "put" for node in world.nodes.values() for log in node.target.log)
+    assert_untouched(world)
+
+
+def without(name):
+    return {key: tensor for key, tensor in state().items() if key != name}
+
+
+def test_missing_unexpected_and_misshapen_tensors_are_all_named():
+    weights = without("model.norm.weight") | {"extra.weight": torch.ones(2), "model.embed_tokens.weight": torch.ones(3, 4)}
+    with pytest.raises(WeightUpdateError) as error:
+        push(World(), weights)
+    for text in ("model.norm.weight is missing", "extra.weight is not a tensor", "has shape [3, 4], the engine's", "[300, 128]"):
+        assert text in str(error.value)
+
+
+def test_a_buffer_that_named_parameters_leaves_out_is_missed():
+    refused(World(), without("model.layers.0.mlp.gate.e_score_correction_bias"), "e_score_correction_bias is missing.*state_dict")
+
+
+def test_a_tensor_given_twice_is_refused():
+    refused(World(), [*state().items(), ("model.norm.weight", torch.ones(128))], "comes twice")
+    refused(World(), state() | {"module.model.norm.weight": torch.ones(128)}, "are the same tensor")
+
+
+def test_integer_sparse_meta_and_absent_data_are_refused():
+    refused(World(), state() | {"model.norm.weight": torch.ones(128, dtype=torch.int8)}, "torch.int8")
+    refused(World(), state() | {"model.norm.weight": torch.ones(128).to_sparse()}, "no dense data")
+    refused(World(), state() | {"model.norm.weight": torch.ones(128, device="meta")}, "no dense data")
+    refused(World(), state() | {"model.norm.weight": 3.0}, "is a float")
+    refused(World(), {}, "nothing to push")
+
+
+def test_folder_without_files_cut_short_or_with_duplicates_is_refused(tmp_path):
+    refused(World(), tmp_path, "holds no")
+    save_file(state(), tmp_path / "a.safetensors")
+    save_file(state(), tmp_path / "b.safetensors")
+    refused(World(), tmp_path, "another file")
+    (tmp_path / "b.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes()[:-100])
+    refused(World(), tmp_path, "b.safetensors cannot be read")
+
+
+def test_version_must_grow():
+    refused(World(), state(), "version 0 is not greater than 0", version=0)
+    world = World()
+    push(world, version=5)
+    with pytest.raises(WeightUpdateError, match="version 5 is not greater than 5"):
+        push(world, version=5)
+    assert_untouched(world, version=5)
+
+
+@pytest.mark.parametrize("options", [{"policy": "maybe"}, {"timeout_s": 0}, {"timeout_s": 1e9}])
+def test_wrong_options_are_refused(options):
+    refused(World(), state(), next(iter(options)), **options)
+
+
+def test_one_node_of_another_shape_refuses_for_all():
+    other = SPECS | {"model.norm.weight": fake_weight_sync.Spec((127,))}
+    world = World([SPECS, other])
+    with pytest.raises(WeightUpdateError, match=r"node n1: model.norm.weight has shape \[128\], the engine's is \[127\]"):
+        push(world)
+    assert [node.target.stage for node in world.nodes.values()] == [None, None] and world.version == 0
+
+
+def test_second_push_during_an_update_is_refused_and_disturbs_nothing(on_send):
+    world = World()
+
+    def interrupt(message, data):
+        if isinstance(message, m.Bucket) and message.index == 1:
+            FakeChannel.on_send = None
+            with pytest.raises(WeightUpdateError, match="update to version 1 is in progress") as error:
+                push(world, version=2)
+            assert error.value.retryable
+        return message, data
+
+    on_send(interrupt)
+    push(world)
+    assert_holds(world, state())
+
+
+# ---- faults on the way --------------------------------------------------------------------------------------------------
+
+
+def broken(world, match, weights=None, **options):
+    with pytest.raises(WeightUpdateError, match=match) as error:
+        push(world, weights, **options)
+    assert_untouched(world)
+    return error.value
+
+
+def test_nan_leaves_the_old_version_on_every_node():
+    weights = state()
+    weights["model.layers.0.mlp.experts.1.up_proj.weight"][3, 3] = float("nan")
+    broken(World([SPECS, SPECS]), "up_proj.weight has values that are not finite", weights)
+
+
+def test_node_that_fails_alone_stops_the_update_everywhere():
+    world = World([SPECS, SPECS])
+    world.nodes["n1"].target.refuse_name = "model.norm.weight"
+    broken(world, "node n1: model.norm.weight")
+
+
+def test_changed_bytes_are_found_by_the_digest(on_send):
+    def flip(message, data):
+        if isinstance(message, m.Bucket) and message.index == 2:
+            data = data[:100] + bytes([data[100] ^ 1]) + data[101:]
+        return message, data
+
+    on_send(flip)
+    broken(World(), "bucket 2 has digest")
+
+
+@pytest.mark.parametrize("size", [-64, 64])
+def test_bucket_of_the_wrong_size_is_refused(on_send, size):
+    def resize(message, data):
+        if isinstance(message, m.Bucket) and message.index == 3:
+            data = data[:size] if size < 0 else data + bytes(size)
+        return message, data
+
+    on_send(resize)
+    broken(World(), "bucket 3 of .* bytes is not what the table says")
+
+
+def test_lost_bucket_is_noticed_and_never_committed(on_send):
+    on_send(lambda message, data: None if isinstance(message, m.Bucket) and message.index == 1 else (message, data))
+    broken(World(), "bucket 2 came where 1 was due")
+
+
+def test_trainer_that_raises_midway_aborts_the_update(monkeypatch):
+    world = World()
+    monkeypatch.setattr(publisher._Packer, "_get", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA fell over")))
+    with pytest.raises(RuntimeError, match="CUDA fell over"):
+        push(world)
+    monkeypatch.undo()
+    assert_untouched(world)
+
+
+def test_publisher_killed_midway_frees_staging_after_the_deadline_and_the_next_push_works(on_send):
+    world = World([SPECS, SPECS])
+    on_send(
+        lambda message, data: None if isinstance(message, m.Abort) or (isinstance(message, m.Bucket) and message.index) else (message, data)
+    )
+    channel = world.open_admin_channel()
+    with pytest.raises(WeightUpdateError, match="silent"):
+        publisher._Push(channel, publisher.open_source(state()), 1, "finish", 60.0).run()
+    assert world.coordinator.busy and world.nodes["n0"].target.stage is not None
+    world.advance(world.limits.silence_s + 1)
+    assert_untouched(world)
+
+
+def test_publisher_whose_connection_closes_midway_frees_staging_at_once(on_send):
+    world = World()
+    on_send(lambda message, data: None if isinstance(message, m.Abort | m.Commit) else (message, data))
+    broken(world, "silent")
+
+
+def test_hung_node_ends_the_update_within_its_deadline(on_wait):
+    world = World([SPECS, SPECS])
+    world.nodes["n1"].hung = True
+    on_wait(lambda: world.advance(1))
+    with pytest.raises(WeightUpdateError, match="node n1 was silent for 10 s"):
+        push(world)
+    world.nodes["n1"].hung = False
+    world.nodes["n1"].work()
+    assert_untouched(world)
+
+
+def test_dead_service_is_a_typed_error_not_a_hang(on_send):
+    on_send(lambda message, data: None)
+    with pytest.raises(WeightUpdateError, match="the service was silent") as error:
+        push(World())
+    assert error.value.code == "service_lost" and error.value.retryable
+
+
+def test_no_node_is_a_typed_error():
+    with pytest.raises(WeightUpdateError, match="no node has joined") as error:
+        push(World([]))
+    assert error.value.retryable
+
+
+def test_node_that_dies_while_staging_leaves_the_others_on_the_old_version(on_send):
+    world = World([SPECS, SPECS])
+
+    def kill(message, data):
+        if isinstance(message, m.Bucket) and message.index == 2 and "n1" in world.nodes:
+            world.kill_node("n1")
+        return message, data
+
+    on_send(kill)
+    assert broken(world, "node n1 was lost: its process died").retryable
+
+
+# ---- finish, and after the decision --------------------------------------------------------------------------------------
+
+
+def test_finish_swaps_only_when_nothing_runs_and_then_dispatch_goes_on(on_wait):
+    world = World(running=3)
+
+    def wait():
+        assert world.held and world.nodes["n0"].target.version == 0
+        world.advance(25)
+        assert world.nodes["n0"].target.version == 0
+        world.finish_running()
+
+    on_wait(wait)
+    push(world)
+    assert_holds(world, state())
+    assert not world.held
+
+
+def test_running_samples_that_outlast_the_deadline_keep_the_old_version(on_wait):
+    world = World(running=3)
+    on_wait(lambda: world.advance(5))
+    with pytest.raises(WeightUpdateError, match="timeout_s=20 while waiting for running samples"):
+        push(world, timeout_s=20.0)
+    world.finish_running()
+    assert_untouched(world)
+
+
+def test_abort_and_continue_do_not_wait_for_running_samples():
+    world = World(running=3)
+    push(world, policy="abort")
+    push(world, state(), 2, policy="continue")
+    assert_holds(world, state(), 2)
+
+
+def test_node_that_dies_after_the_decision_is_reported_lost_and_the_rest_serve_the_new_version(on_wait):
+    world = World([SPECS, SPECS])
+    world.nodes["n1"].auto = False
+    on_wait(lambda: world.kill_node("n1"))
+    report = push(world)
+    assert report.lost == ("n1",) and [node.node for node in report.nodes] == ["n0"]
+    assert_holds(world, state())
+
+
+def test_node_that_does_not_swap_in_time_serves_nothing_until_the_next_update(on_wait):
+    world = World([SPECS, SPECS])
+    slow = world.nodes["n1"]
+    slow.auto = False
+    on_wait(lambda: world.advance(world.limits.commit_s + 1))
+    assert push(world).lost == ("n1",)
+    assert world.serving == {"n0": True, "n1": False} and world.version == 1
+    slow.swap()
+    assert world.serving["n1"]
+    slow.auto = True
+    push(world, state(3), 2)
+    assert_holds(world, state(3), 2)
+
+
+def test_only_node_failing_untouched_after_the_decision_serves_on():
+    world = World()
+
+    def refuse(stage, policy):
+        raise WeightUpdateError("out of memory")
+
+    world.nodes["n0"].receiver._commit = refuse
+    with pytest.raises(WeightUpdateError, match="out of memory"):
+        push(world)
+    world.nodes["n0"].receiver._commit = world.nodes["n0"]._commit
+    assert_untouched(world)
+
+
+def test_node_that_joins_with_old_weights_serves_nothing_until_an_update_reaches_it():
+    world = World()
+    push(world)
+    world.add_node(FakeTarget(), "late")
+    assert world.serving == {"n0": True, "late": False}
+    push(world, state(2), 2)
+    assert_holds(world, state(2), 2)
+
+
+def test_node_that_joins_during_an_update_is_not_mixed_in(on_send):
+    world = World()
+
+    def join(message, data):
+        if isinstance(message, m.Commit) and "late" not in world.nodes:
+            world.add_node(FakeTarget(), "late")
+        return message, data
+
+    on_send(join)
+    push(world)
+    assert world.serving == {"n0": True, "late": False}
+
+
+def test_restarted_service_learns_the_version_from_its_nodes():
+    world = World([])
+    world.add_node(FakeTarget(version=4), "behind")
+    world.add_node(FakeTarget(version=5), "current")
+    assert world.version == 5 and world.serving == {"behind": False, "current": True}
