@@ -185,7 +185,6 @@ class Router:
                 accepted.append(request.id)
             elif request.id in client.done:
                 self.counters["duplicate_requests"] += 1
-                accepted.append(request.id)
                 self._actions.append(Repeated(client.key, request.id))
             elif (refusal := self._refusal(client, request)) is not None:
                 self.counters[f"rejected_{refusal.code}"] += 1
@@ -411,13 +410,19 @@ class Router:
             wanted = work.queued.bit_count()
             if node is None or node.free < min(wanted, MIN_SPLIT, node.window):
                 break
-            take = min(wanted, node.free)
-            able = sum(other.free > 0 for other in self._nodes.values())
-            if self.queued_works < able:
-                take = min(take, max(MIN_SPLIT, -(-wanted // able)))
+            take = min(self._share(node, wanted), node.free)
             orders.setdefault(node.key, []).append(self._assign(work, node, take))
             self._line.rotate(-1)
         self._actions += [AssignParts(node, parts) for node, parts in orders.items()]
+
+    def _share(self, node: _Node, wanted: int) -> int:
+        """How many of a group's samples this node should get: all, unless other nodes would be left without work."""
+        able = [other for other in self._nodes.values() if other.free > 0]
+        if self.queued_works >= len(able):
+            return wanted
+        level = -(-(sum(other.outstanding for other in able) + wanted) // len(able))
+        share = max(MIN_SPLIT, level - node.outstanding)
+        return share if wanted - share >= MIN_SPLIT else wanted
 
     def _assign(self, work: _Work, node: _Node, take: int) -> Order:
         mask = lowest(work.queued, take)

@@ -148,7 +148,7 @@ class Refused:
 
 @dataclass(slots=True)
 class Repeated:
-    """A finished request was submitted again: send its unacknowledged results again."""
+    """A finished request was submitted again: send its unacknowledged results again, or say that it is finished."""
 
     client: str
     request: int

@@ -205,9 +205,17 @@ class ClientDesk:
                 reject = wire.Reject(requests=action.requests, error=action.error, retry_after_s=action.retry_after_s)
                 self._send(session, [wire.encode(reject)])
             case Repeated():
-                self._hub.count("repeated_results")
-                for frames in session.holding(action.request):
-                    self._send(session, frames)
+                self._repeat(session, action.request)
+
+    def _repeat(self, session: Session, request: int) -> None:
+        held = session.holding(request)
+        if not held:
+            reason = f"request {request} is finished and its results were acknowledged; a new request needs a new id"
+            self._refuse(session, [request], ErrorInfo(code="already_finished", message=reason))
+            return
+        self._hub.count("repeated_results")
+        for frames in [[wire.encode(wire.Accept(requests=[request]))], *held]:
+            self._send(session, frames)
 
     def _send(self, session: Session, frames: list[Any]) -> None:
         if session.peer is None:
