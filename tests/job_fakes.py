@@ -1,6 +1,6 @@
 """A scripted backend for job tests, and a program that runs a job with it so that tests can kill it.
 
-    python tests/job_fakes.py INPUT OUTPUT [JobConfig fields as JSON] [seconds a row]
+python tests/job_fakes.py INPUT OUTPUT [JobConfig fields as JSON] [seconds a row]
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from batchgen.outputs import Group, Sample
 from batchgen.request import sample_seed
 from batchgen.sampling_params import SamplingParams
 from rollout.jobs import BackendLost, Job, JobConfig, PlainReporter, Summary
+from rollout.jobs.cli import run
 
 FACTS = ModelFacts(
     name="fake",
@@ -116,7 +117,8 @@ if __name__ == "__main__":
     extra = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     row_s = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
     try:
-        summary = run_job(Path(sys.argv[1]), Path(sys.argv[2]), FakeBackend(row_s), **extra)
+        config = JobConfig(input_path=Path(sys.argv[1]), output_path=Path(sys.argv[2]), **extra)
+        summary = asyncio.run(run(config, FakeBackend(row_s)))
     except ValueError as refused:
         sys.exit(f"refused: {refused}")
     print(json.dumps({"status": summary.status, "message": summary.message, "rows": summary.rows}))

@@ -53,7 +53,7 @@ def test_plain_prompts_messages_ids_and_bare_strings_are_requests() -> None:
         {"role": "user", "content": "ab"}
     ]
     assert row(b'"just text"').prompt == "just text"
-    assert row({"prompt": "p", "metadata": {"answer": 3}}).metadata == {"answer": 3}
+    assert row({"prompt": "p", "metadata": {"answer": 3 << 80}}).metadata == {"answer": 3 << 80}
 
 
 def test_rows_without_an_id_get_the_same_id_every_time_and_different_ones_on_other_lines() -> None:
@@ -84,6 +84,8 @@ def test_a_rows_own_fields_win_over_command_line_defaults() -> None:
         (chat(max_tokens=1, max_completion_tokens=2), "give one"),
         (chat(messages=[]), "messages"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), "not text"),
+        (chat(messages=[{"role": "user", "content": "x", "tool_calls": []}]), "'tool_calls'"),
+        (b'{"prompt": "p", "metadata": ' + b"[" * 33 + b"]" * 33 + b"}", "32 levels"),
         ({"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {"prompt": "p"}}, "POST"),
         ({"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "p"}}, "/v1/embeddings"),
         ({"url": "/v1/completions", "body": {"prompt": "p"}}, "custom_id is missing"),
@@ -140,7 +142,14 @@ def test_duplicate_ids_are_refused_naming_both_lines(tmp_path: Path) -> None:
 
 def test_scan_finds_rows_that_repeat_prompt_and_sampling(tmp_path: Path) -> None:
     path = write_lines(
-        tmp_path / "in.jsonl", "x", {"prompt": "y"}, {"prompt": "x", "n": 2}, b'{"prompt":  "x"}', {"prompt": "y", "max_tokens": 128}, b"{", b"{"
+        tmp_path / "in.jsonl",
+        "x",
+        {"prompt": "y"},
+        {"prompt": "x", "n": 2},
+        b'{"prompt":  "x"}',
+        {"prompt": "y", "max_tokens": 128},
+        b"{",
+        b"{",
     )
     found = scan(BatchFile(path), {})
     assert (found.num_rows, found.num_bad, found.num_duplicates) == (7, 2, 2)

@@ -15,7 +15,7 @@ from rollout.jobs import runner as runner_module
 def test_every_row_gets_one_result_with_its_id_and_provenance(tmp_path: Path) -> None:
     source = write_lines(
         tmp_path / "in.jsonl",
-        {"id": "a", "prompt": "one", "n": 2, "logprobs": True, "return_token_ids": True, "metadata": {"k": 1}},
+        {"id": "a", "prompt": "one", "n": 2, "logprobs": True, "return_token_ids": True, "metadata": {"k": 1 << 80}},
         {"id": "b", "messages": [{"role": "user", "content": "two"}], "logprobs": True},
         "three",
     )
@@ -29,7 +29,7 @@ def test_every_row_gets_one_result_with_its_id_and_provenance(tmp_path: Path) ->
     assert body["choices"][0]["token_ids"] != body["choices"][1]["token_ids"]
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11, "cached_prompt_tokens": 0}
     assert len(body["choices"][0]["logprobs"]["token_logprobs"]) == 4
-    assert rows["a"]["metadata"] == {"k": 1} and rows["a"]["error"] is None
+    assert rows["a"]["metadata"] == {"k": 1 << 80} and rows["a"]["error"] is None
     assert rows["a"]["provenance"]["model_fingerprint"] == "f0" and rows["a"]["provenance"]["prompt_token_ids"] == list(b"one")
     answer = rows["b"]["response"]["body"]
     assert answer["object"] == "chat.completion" and answer["choices"][0]["message"]["role"] == "assistant"
@@ -46,7 +46,9 @@ def test_all_result_rows_have_the_same_fields(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_error_rows_and_can_be_fed_back(tmp_path: Path) -> None:
-    source = write_lines(tmp_path / "in.jsonl", "good", {"prompt": "x", "temprature": 1}, b'{"prompt": NaN}', "fail now", {"prompt": "half", "n": 2})
+    source = write_lines(
+        tmp_path / "in.jsonl", "good", {"prompt": "x", "temprature": 1}, b'{"prompt": NaN}', "fail now", {"prompt": "half", "n": 2}
+    )
     summary = run_job(source, tmp_path / "out.jsonl")
     rows = read_rows(tmp_path / "out.jsonl")
     assert summary.exit_code == 0 and summary.rows["failed"] == 4 and summary.rows["succeeded"] == 1
@@ -142,7 +144,11 @@ def test_too_many_failures_stop_the_job_and_keep_what_is_done(tmp_path: Path) ->
 
 def test_equal_rows_are_generated_once_with_dedupe(tmp_path: Path) -> None:
     source = write_lines(
-        tmp_path / "in.jsonl", {"id": "a", "prompt": "p"}, {"id": "b", "prompt": "q"}, {"id": "c", "prompt": "p", "metadata": 7}, {"id": "d", "prompt": "p", "n": 2}
+        tmp_path / "in.jsonl",
+        {"id": "a", "prompt": "p"},
+        {"id": "b", "prompt": "q"},
+        {"id": "c", "prompt": "p", "metadata": 7},
+        {"id": "d", "prompt": "p", "n": 2},
     )
     backend = FakeBackend()
     summary = run_job(source, tmp_path / "out.jsonl", backend, dedupe="exact")

@@ -6,6 +6,7 @@ from rollout.jobs.errors import BackendLost, JobRefused, JobStopped, JobWriteErr
 from rollout.jobs.progress import PlainReporter, Reporter, Summary, default_reporter
 from rollout.jobs.results import ResultRow
 from rollout.jobs.runner import Job
+from rollout.jobs.service_backend import ServiceBackend
 
 __all__ = [
     "Backend",
@@ -19,6 +20,7 @@ __all__ = [
     "PlainReporter",
     "Reporter",
     "ResultRow",
+    "ServiceBackend",
     "Summary",
     "TooManyFailures",
     "default_reporter",

@@ -15,6 +15,7 @@ from rollout.jobs.sampling_fields import canonical, wishes
 MAX_LINE_BYTES = 16 << 20
 """Longest line that is read as a request; a longer one is an error row."""
 MAX_ID_CHARS = 512
+MAX_METADATA_LEVELS = 32
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -39,7 +40,8 @@ class Row:
     def key(self) -> bytes:
         """16 bytes that two rows share exactly when prompt and sampling are the same."""
         what = (self.kind, self.prompt, self.params, self.want_logprobs, self.want_token_ids)
-        return hashlib.blake2b(msgspec.msgpack.encode(what, order="sorted"), digest_size=16).digest()
+        text = msgspec.json.encode(msgspec.to_builtins(what, str_keys=True), order="sorted")
+        return hashlib.blake2b(text, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,8 @@ def parse_line(line: int, raw: bytes | None, defaults: dict[str, Any]) -> Row | 
         custom_id = _custom_id(value, own_id)
         kind, prompt, fields, metadata = _openai_line(value) if "body" in value or "url" in value else _plain_line(value)
         wish = wishes(defaults, canonical(fields))
+        if _too_deep(metadata, MAX_METADATA_LEVELS):
+            raise ValueError(f"metadata nests deeper than {MAX_METADATA_LEVELS} levels; flatten it")
     except ValueError as error:
         return BadRow(line=line, custom_id=custom_id, code="invalid_request", message=str(error))
     return Row(
@@ -198,6 +202,8 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
 def _message(index: int, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"messages[{index}] is an object with role and content, got {message!r:.100}")
+    if extra := sorted(name for name, value in message.items() if name not in ("role", "content") and value is not None):
+        raise ValueError(f"messages[{index}] has {extra[0]!r}; a message has role and content")
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
@@ -205,7 +211,13 @@ def _message(index: int, message: Any) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ValueError(f"messages[{index}].content is a string or a list of text parts, got {content!r:.100}")
-    return {**message, "content": content}
+    return {"role": message["role"], "content": content}
+
+
+def _too_deep(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(_too_deep(item, levels - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
 def check_input(path: Path) -> None:

@@ -15,6 +15,7 @@ from rollout.jobs.backend import Backend, EmbeddedBackend
 from rollout.jobs.config import JobConfig
 from rollout.jobs.progress import Summary, default_reporter
 from rollout.jobs.runner import Job
+from rollout.jobs.service_backend import ServiceBackend
 
 BUNDLED_MODEL = Path(batchgen.__file__).parent / "assets" / "tiny-moe"
 
@@ -23,6 +24,7 @@ def run_command(
     input_path: Annotated[Path, typer.Argument(metavar="INPUT.jsonl", help="OpenAI batch lines or plain prompts, one a line.")],
     output_path: Annotated[Path, typer.Argument(metavar="OUTPUT.jsonl", help="One result a row, as rows finish. Also the progress.")],
     url: Annotated[str | None, typer.Option(help="Use a running service, for example tcp://127.0.0.1:5757.")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="With --url: key file made by `rollout keys`.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder for an engine in this process. Default: the bundled model.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Default for rows that do not say: most tokens to generate.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Default for rows that do not say.")] = None,
@@ -43,7 +45,7 @@ def run_command(
     dtype: Annotated[str, typer.Option(help="Embedded engine: auto, float32 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="Embedded engine: cpu, cuda or cuda:N.")] = "cpu",
     kv_gb: Annotated[float | None, typer.Option(help="Embedded engine: GB of KV pages.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Embedded engine: CPU threads.")] = None,
+    num_threads: Annotated[int | None, typer.Option(help="Embedded engine: CPU threads.")] = None,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Embedded engine: bit-identical whatever the batch.")] = False,
 ) -> None:
     """Generate a file of requests. Run the same command again after any interruption: no row is lost or done twice.
@@ -69,8 +71,8 @@ def run_command(
             row_timeout_s=row_timeout,
             max_error_rate=max_error_rate,
         )
-        engine = {"dtype": dtype, "device": device, "kv_gb": kv_gb, "num_threads": threads, "deterministic": deterministic}
-        summary = asyncio.run(run(config, make_backend(url, model, engine)))
+        engine = {"dtype": dtype, "device": device, "kv_gb": kv_gb, "num_threads": num_threads, "deterministic": deterministic}
+        summary = asyncio.run(run(config, make_backend(url, model, engine, keys=key_file, row_timeout_s=row_timeout)))
     except (BatchGenError, ValueError) as error:
         print(f"rollout run: {error}", file=sys.stderr)
         raise typer.Exit(getattr(error, "exit_code", 2)) from None
@@ -95,12 +97,18 @@ async def run(config: JobConfig, backend: Backend) -> Summary:
     return await job.run()
 
 
-def make_backend(url: str | None, model: str | None, engine: dict[str, Any]) -> Backend:
-    """The service at `url`, else an engine of our own. `engine` holds EngineConfig fields."""
+def make_backend(
+    url: str | None, model: str | None, engine: dict[str, Any], *, keys: Path | None = None, row_timeout_s: float = 3600.0
+) -> Backend:
+    """The service at `url`, else an engine of our own. `engine` holds EngineConfig fields. Raises ValueError for a mixture."""
     if url is not None:
-        if model is not None:
-            raise ValueError("--url and --model exclude each other: the service has its own model")
-        raise ValueError("not yet")
+        given = ["model"] if model is not None else []
+        given += [name for name, value in engine.items() if value not in (None, False, "auto", "cpu")]
+        if given:
+            raise ValueError(f"--url goes without --{given[0].replace('_', '-')}: the service has its own model and settings")
+        return ServiceBackend(url, keys=keys, request_timeout_s=row_timeout_s)
+    if keys is not None:
+        raise ValueError("--key-file goes with --url")
 
     def make_llm() -> Any:
         from batchgen.llm import LLM

@@ -1,11 +1,11 @@
 """Why a job does not start or stops early. In: nothing. Out: exception classes, each with the exit code of `rollout run`.
 
-    BatchGenError
-    ├── JobRefused(ValueError)  exit 2: nothing was done, the message says what to change
-    └── JobStopped              what is done is kept and the same command goes on
-        ├── TooManyFailures     exit 3: --max-error-rate was passed
-        ├── BackendLost         exit 4: the service or engine is gone
-        └── JobWriteError       exit 5: a result could not be written
+BatchGenError
+├── JobRefused(ValueError)  exit 2: nothing was done, the message says what to change
+└── JobStopped              what is done is kept and the same command goes on
+    ├── TooManyFailures     exit 3: --max-error-rate was passed
+    ├── BackendLost         exit 4: the service or engine is gone
+    └── JobWriteError       exit 5: a result could not be written
 """
 
 from batchgen.errors import BatchGenError
