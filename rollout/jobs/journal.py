@@ -13,7 +13,7 @@ from rollout.jobs.results import ResultRow
 
 FSYNC_INTERVAL_S = 5.0
 """Most seconds of finished rows that a power cut can take; a killed process loses none that were written."""
-_READ_BYTES = 1 << 20
+_FIRST_READ_BYTES = 8 << 10
 
 
 class Journal:
@@ -119,10 +119,10 @@ class Journal:
         offset = int(self.offsets[line])
         chunks = bytearray()
         while not chunks.endswith(b"\n"):
-            chunk = os.pread(self._fd, _READ_BYTES, offset + len(chunks))
-            head, newline, _ = chunk.partition(b"\n")
+            chunk = os.pread(self._fd, max(_FIRST_READ_BYTES, len(chunks)), offset + len(chunks))
             if not chunk:
                 raise JobRefused(f"{self.path} was cut short by another process; run the same command again")
+            head, newline, _ = chunk.partition(b"\n")
             chunks += head + newline
         return bytes(chunks)
 
