@@ -80,7 +80,8 @@ class WeightFill:
         covered = [part.name for part in slot.covers] or [name]
         repeated = [each for each in covered if each in self._filled]
         if repeated:
-            raise WeightUpdateError(f"{name} repeats {format_names(repeated)}; send every parameter once per version")
+            what = "was sent already" if repeated == [name] else f"covers {format_names(repeated)}, sent already"
+            raise WeightUpdateError(f"{name} {what}; send every parameter once per version")
         target, tensor = self._place(slot.view), tensor.detach()
         if slot.alias_of is not None:
             self._put_alias(name, slot.alias_of, target, tensor)

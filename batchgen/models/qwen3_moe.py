@@ -78,7 +78,7 @@ class DecoderLayer:
         c = self.config
         normed_TD = rms_norm(x_TD, self.input_norm_D, c.rms_norm_eps)
         qkv_THd = self.arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X).view(x_TD.shape[0], -1, c.head_dim)
-        q_THd, k_THd, v_THd = torch.split(qkv_THd, (c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        q_THd, k_THd, v_THd = torch.split(qkv_THd, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         q_THd = apply_rotary(rms_norm(q_THd, self.q_norm_d, c.rms_norm_eps), rotary_T2d)
         k_THd = apply_rotary(rms_norm(k_THd, self.k_norm_d, c.rms_norm_eps), rotary_T2d)
         return q_THd.view(x_TD.shape[0], c.num_kv_heads, -1, c.head_dim), k_THd, v_THd
@@ -101,7 +101,7 @@ class DecoderLayer:
     def slots(self) -> list[Slot]:
         """Hugging Face names of this layer's parameters."""
         c, layer = self.config, f"model.layers.{self.index}"
-        sizes = (c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim)
+        sizes = [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim]
         slots = [
             Slot(f"{layer}.input_layernorm.weight", self.input_norm_D),
             Slot(f"{layer}.post_attention_layernorm.weight", self.post_norm_D),
