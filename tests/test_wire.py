@@ -196,7 +196,9 @@ def test_frames_that_do_not_fit_their_heads_are_refused(frames):
         split([wire.RequestHead(0, "ids", 2, 0, 0)], frames)
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [[1]], ["a"], [1, "a"], [2**31], [-(2**31) - 1], [{"role": "user"}], [{"role": 1, "content": "x"}], None, 7])
+@pytest.mark.parametrize(
+    "prompt", [[1.5], [[1]], ["a"], [1, "a"], [2**31], [-(2**31) - 1], [{"role": "user"}], [{"role": 1, "content": "x"}], None, 7]
+)
 def test_a_prompt_that_is_none_of_the_three_kinds_is_a_typed_error(prompt):
     with pytest.raises(ProtocolError) as caught:
         encode_prompt(prompt)

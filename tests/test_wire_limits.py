@@ -88,7 +88,16 @@ def test_samples_per_request():
 
 
 def sample_item(**fields):
-    values = {"request": 0, "index": 0, "finish_reason": "stop", "num_tokens": 0, "text_bytes": 0, "seed": 0, "logprobs_mode": "raw", "spans": []}
+    values = {
+        "request": 0,
+        "index": 0,
+        "finish_reason": "stop",
+        "num_tokens": 0,
+        "text_bytes": 0,
+        "seed": 0,
+        "logprobs_mode": "raw",
+        "spans": [],
+    }
     return wire.Results(seq=0, items=[wire.SampleItem(**(values | fields))])
 
 
