@@ -15,7 +15,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchgen.errors import RequestError
 
@@ -126,6 +127,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             _check_widths(left)
         return super().call_binop(context, operator, left, right)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        """Refuse loudly; Jinja would render nothing."""
+        raise SecurityError(f"{attribute!r} of a {type(obj).__name__} is not available in a chat template")
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse numbers that ask for huge padding, and replacements that multiply."""

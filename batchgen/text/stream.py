@@ -63,13 +63,11 @@ class TextStream:
             piece = self._decode(self._pieces[token_id])
             if not piece:
                 continue
-            self._node, end, length = self._stops.scan(self._node, piece, self._num_tokens >= self._min_tokens)
-            if length:
+            self._node, end, match = self._stops.scan(self._node, piece, self._num_tokens >= self._min_tokens)
+            if match is not None:
                 fresh += piece[:end]
-                match = fresh[-length:]
-                self._held = ""
                 self._match = TextUpdate("", match, self._num_tokens)
-                return TextUpdate(self._emit(fresh if self._include_stop else fresh[:-length]), match, self._num_tokens)
+                return TextUpdate(self._emit(fresh if self._include_stop else fresh.removesuffix(match)), match, self._num_tokens)
             fresh += piece
         num_held = 0 if self._include_stop else self._stops.num_held[self._node]
         self._held = fresh[len(fresh) - num_held :]
@@ -101,7 +99,7 @@ class _StopAutomaton:
     def __init__(self, stops: tuple[str, ...]):
         self._edges: list[dict[str, int]] = [{}]
         depth = [0]
-        self._length = [0]
+        self._match: list[str | None] = [None]
         for stop in stops:
             node = 0
             for char in stop:
@@ -109,9 +107,9 @@ class _StopAutomaton:
                     self._edges[node][char] = len(self._edges)
                     self._edges.append({})
                     depth.append(depth[node] + 1)
-                    self._length.append(0)
+                    self._match.append(None)
                 node = self._edges[node][char]
-            self._length[node] = len(stop)
+            self._match[node] = stop
         self._fail = [0] * len(depth)
         self.num_held = [0] * len(depth)
         """Per node: trailing characters of the text that could still become a stop string."""
@@ -119,7 +117,7 @@ class _StopAutomaton:
         while queue:
             node = queue.popleft()
             fail = self._fail[node]
-            self._length[node] = self._length[node] or self._length[fail]
+            self._match[node] = self._match[node] or self._match[fail]
             self.num_held[node] = depth[node] if self._edges[node] else self.num_held[fail]
             for char, child in self._edges[node].items():
                 self._fail[child] = self._step(fail, char)
@@ -131,8 +129,8 @@ class _StopAutomaton:
             node = self._fail[node]
         return self._edges[node].get(char, 0)
 
-    def scan(self, node: int, text: str, allowed: bool) -> tuple[int, int, int]:
-        """(node after text, 0, 0), or (node, end, length) of the first match that is allowed: it ends at text[:end]."""
+    def scan(self, node: int, text: str, allowed: bool) -> tuple[int, int, str | None]:
+        """(node after text, its length, None), or (node, end, stop string) of the first match if matches are allowed; end is in text."""
         at = 0
         while at < len(text):
             if not node:
@@ -142,9 +140,9 @@ class _StopAutomaton:
                 at = begin.start()
             node = self._step(node, text[at])
             at += 1
-            if allowed and self._length[node]:
-                return node, at, self._length[node]
-        return node, 0, 0
+            if allowed and self._match[node] is not None:
+                return node, at, self._match[node]
+        return node, len(text), None
 
 
 @lru_cache(maxsize=64)
