@@ -21,6 +21,13 @@ _NO_TOKEN = -1
 _ANY_TOKEN = -2
 """In a bad word's prefix: the word is shorter than the longest one."""
 
+Rows = Tensor | slice
+"""Index of some rows of a batch; slice(None) for all of them, which costs no copy."""
+
+
+def rows_of(mask_B: np.ndarray, device: torch.device | str) -> Rows:
+    return slice(None) if mask_B.all() else torch.from_numpy(mask_B.nonzero()[0]).to(device)
+
 
 class _Entries:
     """(slot, token, value) rows of one kind of rule, all slots together."""
@@ -54,9 +61,9 @@ class _Penalties:
     batch_P: Tensor
     """The same rows in the batch."""
     tables_P: Tensor
-    repetition_P1: Tensor | None
-    presence_P1: Tensor
-    frequency_P1: Tensor
+    repetition_P: Tensor | None
+    presence_P: Tensor
+    frequency_P: Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +79,8 @@ class _Words:
 class RuleSelection:
     """The rules of one choice of slots. `flat` indices point into [A, V]; None where no slot has such a rule."""
 
-    rows_A: Tensor
+    rows_A: Rows
+    """Batch rows that any rule touches."""
     penalties: _Penalties | None
     bias: tuple[Tensor, Tensor] | None
     """(flat_E, value_E)"""
@@ -93,6 +101,7 @@ class LogitRules:
         """Slots with any rule."""
         self._penalties_S3 = np.zeros((num_slots, 3))
         self._table_S = np.full(num_slots, -1)
+        self._free_tables: list[int] = []
         self._counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._seen_RV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._bias = _Entries(np.zeros(0))
@@ -130,7 +139,9 @@ class LogitRules:
     def clear_slot(self, slot: int) -> None:
         if self.active_S[slot]:
             self.active_S[slot] = False
-            self._table_S[slot] = -1
+            if self._table_S[slot] >= 0:
+                self._free_tables.append(int(self._table_S[slot]))
+                self._table_S[slot] = -1
             for entries in (self._bias, self._allowed, self._minimum, self._words):
                 entries.drop(slot)
 
@@ -143,7 +154,7 @@ class LogitRules:
         row_of_slot_S = np.full(len(self.active_S), -1)
         row_of_slot_S[slots_A] = np.arange(len(batch_A))
         return RuleSelection(
-            rows_A=self._tensor(batch_A),
+            rows_A=rows_of(self.active_S[slots_B], self.device),
             penalties=self._select_penalties(slots_A, batch_A),
             bias=self._select_bias(row_of_slot_S),
             allowed=self._select_allowed(row_of_slot_S),
@@ -153,7 +164,7 @@ class LogitRules:
 
     def apply(self, logits_BV: Tensor, selection: RuleSelection, num_outputs_B: Tensor) -> Tensor:
         """Adjusted logits of the selected rows, new memory [A, V]."""
-        logits_AV = logits_BV[selection.rows_A]
+        logits_AV = logits_BV[selection.rows_A].clone() if isinstance(selection.rows_A, slice) else logits_BV[selection.rows_A]
         if selection.penalties:
             self._penalise(logits_AV, selection.penalties)
         flat = logits_AV.view(-1)
@@ -189,27 +200,34 @@ class LogitRules:
             self._tail_SL[slots_W] = torch.where(failed_B[batch_W, None], tail_WL, longer_WL)
 
     def _penalise(self, logits_AV: Tensor, penalties: _Penalties) -> None:
-        logits_PV = logits_AV[penalties.rows_P]
-        if penalties.repetition_P1 is not None:
-            ratio_P1 = penalties.repetition_P1
-            weaker_PV = torch.where(logits_PV > 0, logits_PV / ratio_P1, logits_PV * ratio_P1)
-            logits_PV = torch.where(self._seen_RV[penalties.tables_P], weaker_PV, logits_PV)
-        counts_PV = self._counts_RV[penalties.tables_P]
-        logits_PV -= counts_PV * penalties.frequency_P1 + (counts_PV > 0) * penalties.presence_P1
-        logits_AV[penalties.rows_P] = logits_PV
+        row_E, token_E = self._seen_RV[penalties.tables_P].nonzero(as_tuple=True)
+        at_E = penalties.rows_P[row_E], token_E
+        logits_E = logits_AV[at_E]
+        if penalties.repetition_P is not None:
+            ratio_E = penalties.repetition_P[row_E]
+            logits_E = torch.where(logits_E > 0, logits_E / ratio_E, logits_E * ratio_E)
+        counts_E = self._counts_RV[penalties.tables_P[row_E], token_E]
+        logits_E -= counts_E * penalties.frequency_P[row_E] + (counts_E > 0) * penalties.presence_P[row_E]
+        logits_AV[at_E] = logits_E
 
     def _fill_table(self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
-        table = next(iter(sorted(set(range(len(self._counts_RV))) - set(self._table_S.tolist()))), len(self._counts_RV))
-        if table == len(self._counts_RV):
-            grown = min(max(2 * table, 8), len(self._table_S))
-            self._counts_RV = torch.cat([self._counts_RV, self._counts_RV.new_zeros(grown - table, self.vocab_size)])
-            self._seen_RV = torch.cat([self._seen_RV, self._seen_RV.new_zeros(grown - table, self.vocab_size)])
+        if not self._free_tables:
+            self._grow_tables()
+        table = self._free_tables.pop()
         self._table_S[slot] = table
         outputs = torch.as_tensor(output_token_ids, dtype=torch.int64)
         self._counts_RV[table] = torch.bincount(outputs, minlength=self.vocab_size).int().to(self.device)
         self._seen_RV[table] = False
         self._seen_RV[table, torch.as_tensor(prompt_token_ids, dtype=torch.int64, device=self.device)] = True
         self._seen_RV[table, outputs.to(self.device)] = True
+
+    def _grow_tables(self) -> None:
+        """Double the count tables, at most to one per slot."""
+        old = len(self._counts_RV)
+        new = min(max(2 * old, 8), len(self._table_S))
+        self._counts_RV = torch.cat([self._counts_RV, self._counts_RV.new_zeros(new - old, self.vocab_size)])
+        self._seen_RV = torch.cat([self._seen_RV, self._seen_RV.new_zeros(new - old, self.vocab_size)])
+        self._free_tables.extend(range(old, new))
 
     def _add_words(self, slot: int, words: Sequence[Sequence[int]], output_token_ids: Sequence[int]) -> None:
         old = self._tail_SL.shape[1]
@@ -227,14 +245,14 @@ class LogitRules:
         if not len(rows_P):
             return None
         slots_P = slots_A[rows_P]
-        values_3P1 = torch.tensor(self._penalties_S3[slots_P].T[:, :, None], dtype=torch.float32, device=self.device)
+        values_3P = torch.tensor(self._penalties_S3[slots_P].T, dtype=torch.float32, device=self.device)
         return _Penalties(
             rows_P=self._tensor(rows_P),
             batch_P=self._tensor(batch_A[rows_P]),
             tables_P=self._tensor(self._table_S[slots_P]),
-            repetition_P1=None if (values_3P1[0] == 1.0).all() else values_3P1[0],
-            presence_P1=values_3P1[1],
-            frequency_P1=values_3P1[2],
+            repetition_P=None if (values_3P[0] == 1.0).all() else values_3P[0],
+            presence_P=values_3P[1],
+            frequency_P=values_3P[2],
         )
 
     def _select_bias(self, row_of_slot_S: np.ndarray) -> tuple[Tensor, Tensor] | None:

@@ -1,12 +1,10 @@
-"""Counter-based random numbers. In: 64-bit seeds and output positions. Out: one uniform per row; no state, no dependence on other rows.
+"""Counter-based random numbers. In: 64-bit seeds and output positions. Out: one uniform per row; no dependence on other rows.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11): key = seed, counter = position. Integer tensor
 operations only, so every device gives the same bits.
 
-Shapes: B rows, P positions.
+Shapes: S slots, B rows, P positions.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,29 +13,56 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _MULTIPLIERS = (0xCD9E8D57, 0xD2511F53)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_BLOCK = 16
+"""Positions computed together by SlotUniforms: one evaluation costs some 100 small operations, whatever its size."""
 
 
-def philox_keys(seeds: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Round keys of 64-bit seeds: int64 [rounds, 2, B, 1], each a 32-bit word."""
-    words = [[seed & _MASK for seed in seeds], [seed >> 32 & _MASK for seed in seeds]]
-    key_2B = torch.tensor(words, dtype=torch.int64).reshape(2, -1)
-    step_R = torch.arange(_ROUNDS)
-    weyl_R2 = step_R[:, None] * torch.tensor(_WEYL)
-    return ((key_2B + weyl_R2[:, :, None]) & _MASK)[..., None].to(device)
+def seed_words(seed: int) -> list[int]:
+    """A 64-bit seed as Philox key words (low, high)."""
+    return [seed & _MASK, seed >> 32 & _MASK]
 
 
-def philox(keys: Tensor, counter_2BP: Tensor) -> tuple[Tensor, Tensor]:
-    """Philox4x32-10 of counter words (c0, 0, c2, 0), given stacked as (c0, c2). Returns its output as (c0, c2), (c1, c3)."""
+def philox(key_2B1: Tensor, counter_2BP: Tensor) -> tuple[Tensor, Tensor]:
+    """Philox4x32-10 of counter words (c0, 0, c2, 0), given stacked as (c0, c2). Returns its output as (c0, c2), (c1, c3).
+
+    All words are 32-bit values in int64 tensors.
+    """
     multipliers = torch.tensor(_MULTIPLIERS, device=counter_2BP.device)[:, None, None]
+    weyl = torch.tensor(_WEYL, device=counter_2BP.device)[:, None, None]
     even, odd = counter_2BP, torch.zeros_like(counter_2BP)
-    for round_key in keys:
+    for _ in range(_ROUNDS):
         product = even.flip(0) * multipliers  # wraps modulo 2**64; both halves of the 64-bit pattern are right
-        even = (product >> 32 & _MASK) ^ odd ^ round_key
+        even = (product >> 32 & _MASK) ^ odd ^ key_2B1
         odd = product & _MASK
+        key_2B1 = key_2B1 + weyl & _MASK
     return even, odd
 
 
-def uniforms(keys: Tensor, positions_BP: Tensor) -> Tensor:
+def uniforms(key_2B: Tensor, positions_BP: Tensor) -> Tensor:
     """Float64 [B, P] in [0, 1): multiples of 2**-53, a function of the row's seed and the position alone."""
-    even, odd = philox(keys, torch.stack([positions_BP & _MASK, positions_BP >> 32]))
+    even, odd = philox(key_2B[..., None], torch.stack([positions_BP & _MASK, positions_BP >> 32]))
     return ((even[0] << 21) | (odd[0] >> 11)).double() * 2.0**-53
+
+
+class SlotUniforms:
+    """`uniforms` of slots that hold one seed each, computed a block of positions ahead."""
+
+    def __init__(self, num_slots: int, device: torch.device | str):
+        self._key_2S = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
+        self._block_S = torch.full((num_slots,), -1, dtype=torch.int64, device=device)
+        self._uniform_SP = torch.zeros(num_slots, _BLOCK, dtype=torch.float64, device=device)
+
+    def set_slot(self, slot: int, seed: int) -> None:
+        self._key_2S[:, slot] = torch.tensor(seed_words(seed), device=self._key_2S.device)
+        self._block_S[slot] = -1
+
+    def at(self, slots_B: Tensor, positions_B: Tensor) -> Tensor:
+        """Float64 [B]."""
+        block_B = positions_B // _BLOCK
+        stale_B = self._block_S[slots_B] != block_B
+        if bool(stale_B.any()):
+            slots_R, block_R = slots_B[stale_B], block_B[stale_B]
+            positions_RP = block_R[:, None] * _BLOCK + torch.arange(_BLOCK, device=slots_B.device)
+            self._uniform_SP[slots_R] = uniforms(self._key_2S[:, slots_R], positions_RP)
+            self._block_S[slots_R] = block_R
+        return self._uniform_SP[slots_B, positions_B % _BLOCK]

@@ -17,8 +17,8 @@ from batchgen.draw import FIRST_PREFIX, Filters, draw, draw_ranked, greedy, rank
 from batchgen.errors import RequestError
 from batchgen.logprobs import LOWEST_TEMPERATURE, log_normalizer, logprobs_of
 from batchgen.outputs import LogprobsMode
-from batchgen.penalties import LogitRules, RuleSelection
-from batchgen.rng import philox_keys, uniforms
+from batchgen.penalties import LogitRules, Rows, RuleSelection, rows_of
+from batchgen.rng import SlotUniforms
 from batchgen.sampling_params import SamplingParams
 
 
@@ -45,18 +45,17 @@ class _Selection:
     """Everything about one choice of slots that does not change from step to step. None: no row needs it."""
 
     slots_B: Tensor
-    keys: Tensor
     temperature_B1: Tensor | None
     rules: RuleSelection | None
-    all_greedy: bool
-    greedy_rows: Tensor | None
+    any_plain: bool
+    """Some rows draw from all tokens, or all that min_p leaves."""
     min_p_B1: Tensor | None
-    ranked_rows: Tensor | None
-    all_ranked: bool
+    greedy_rows: Rows | None
+    ranked_rows: Rows | None
     filters: Filters
     prefix: int
-    reported_rows: Tensor | None
-    raw_Q1: Tensor
+    reported_rows: Rows | None
+    raw_Q1: Tensor | None
     num_top: int
 
 
@@ -67,7 +66,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self.rules = LogitRules(vocab_size, num_slots, device)
-        self._seed_S = np.zeros(num_slots, np.uint64)
+        self._uniforms = SlotUniforms(num_slots, device)
         self._temperature_S = np.ones(num_slots)
         self._top_k_S = np.full(num_slots, vocab_size)
         self._top_p_S = np.ones(num_slots)
@@ -87,7 +86,7 @@ class Sampler:
         bad_word_ids: Sequence[Sequence[int]],
     ) -> None:
         """Give a slot to a sequence, on admission or when it resumes with the output it already has."""
-        self._seed_S[slot] = seed
+        self._uniforms.set_slot(slot, seed)
         self._temperature_S[slot] = params.temperature
         self._top_k_S[slot] = min(params.top_k or self.vocab_size, self.vocab_size)
         self._top_p_S[slot] = params.top_p
@@ -115,25 +114,25 @@ class Sampler:
             adjusted_AV = self.rules.apply(logits_BV, s.rules, num_outputs_B)
             if s.temperature_B1 is not None:
                 adjusted_AV /= s.temperature_B1[s.rules.rows_A]
-            wanted_BV = scaled_BV.index_copy(0, s.rules.rows_A, adjusted_AV)
+            wanted_BV = _replaced(scaled_BV, s.rules.rows_A, adjusted_AV)
         probs_BV = wanted_BV.softmax(1)
-        tokens_B = self._choose(s, wanted_BV, probs_BV, num_outputs_B)
+        tokens_B = self._choose(s, slots_B, wanted_BV, probs_BV, num_outputs_B)
         prob_B = probs_BV.gather(1, tokens_B[:, None]).squeeze(1)
         logprobs_B = prob_B.double().log().float()
         bad_B = failed_B = prob_B.isnan()
         top_ids_BK = top_logprobs_BK = None
         if s.reported_rows is not None:
             rows = s.reported_rows
-            reported_QV = torch.where(s.raw_Q1, logits_BV[rows], scaled_BV[rows])
+            reported_QV = scaled_BV[rows] if s.raw_Q1 is None else torch.where(s.raw_Q1, logits_BV[rows], scaled_BV[rows])
             normalizer_Q = log_normalizer(reported_QV)
             logprobs_B[rows] = logprobs_of(reported_QV, tokens_B[rows], normalizer_Q)
-            bad_B = failed_B.index_copy(0, rows, normalizer_Q.isnan())
+            bad_B = _replaced(failed_B, rows, normalizer_Q.isnan())
             failed_B = failed_B | bad_B
             if s.num_top:
                 top_ids_QK = ranked(reported_QV, s.num_top)
-                top_ids_BK = tokens_B.new_zeros(len(tokens_B), s.num_top).index_copy(0, rows, top_ids_QK)
+                top_ids_BK = _replaced(tokens_B.new_zeros(len(tokens_B), s.num_top), rows, top_ids_QK)
                 top_logprobs_QK = logprobs_of(reported_QV, top_ids_QK, normalizer_Q)
-                top_logprobs_BK = logprobs_B.new_zeros(top_ids_BK.shape).index_copy(0, rows, top_logprobs_QK)
+                top_logprobs_BK = _replaced(logprobs_B.new_zeros(top_ids_BK.shape), rows, top_logprobs_QK)
         tokens_B = tokens_B.masked_fill(failed_B, 0)
         if s.rules is not None:
             self.rules.update(s.rules, tokens_B, failed_B)
@@ -146,21 +145,21 @@ class Sampler:
             blocked_B=failed_B & ~bad_B,
         )
 
-    def _choose(self, s: _Selection, logits_BV: Tensor, probs_BV: Tensor, num_outputs_B: Tensor) -> Tensor:
-        if s.all_greedy:
+    def _choose(self, s: _Selection, slots_B: Tensor, logits_BV: Tensor, probs_BV: Tensor, num_outputs_B: Tensor) -> Tensor:
+        if s.greedy_rows == slice(None):
             return greedy(logits_BV)
-        uniform_B = uniforms(s.keys, num_outputs_B[:, None]).squeeze(1)
-        if s.ranked_rows is not None and s.all_ranked:
-            return draw_ranked(logits_BV, probs_BV, uniform_B, s.filters, s.prefix)
-        likely_BV = probs_BV
-        if s.min_p_B1 is not None:
-            likely_BV = torch.where(probs_BV >= s.min_p_B1 * probs_BV.amax(1, keepdim=True), probs_BV, 0.0)
-        tokens_B = draw(likely_BV, uniform_B)
-        if s.ranked_rows is not None:
-            rows = s.ranked_rows
+        uniform_B = self._uniforms.at(slots_B, num_outputs_B)
+        if s.any_plain:
+            likely_BV = probs_BV
+            if s.min_p_B1 is not None:
+                likely_BV = torch.where(probs_BV >= s.min_p_B1 * probs_BV.amax(1, keepdim=True), probs_BV, 0.0)
+            tokens_B = draw(likely_BV, uniform_B)
+        else:
+            tokens_B = torch.empty_like(num_outputs_B)
+        if (rows := s.ranked_rows) is not None:
             tokens_B[rows] = draw_ranked(logits_BV[rows], probs_BV[rows], uniform_B[rows], s.filters, s.prefix)
-        if s.greedy_rows is not None:
-            tokens_B[s.greedy_rows] = greedy(logits_BV[s.greedy_rows])
+        if (rows := s.greedy_rows) is not None:
+            tokens_B[rows] = greedy(logits_BV[rows])
         return tokens_B
 
     def _select(self, slots_B: Tensor) -> _Selection:
@@ -180,31 +179,31 @@ class Sampler:
         reported = self.rules.active_S[slots] | (num_top > 0) | (raw & (divisor != 1.0))
         self._selection = _Selection(
             slots_B=slots_B.clone(),
-            keys=philox_keys(self._seed_S[slots].tolist(), self.device),
             temperature_B1=self._column(divisor) if (divisor != 1.0).any() else None,
             rules=self.rules.select(slots),
-            all_greedy=bool(is_greedy.all()),
-            greedy_rows=self._rows(is_greedy),
+            any_plain=not (is_greedy | is_ranked).all(),
             min_p_B1=self._column(only_min_p) if only_min_p.any() else None,
-            ranked_rows=self._rows(is_ranked),
-            all_ranked=bool(is_ranked.all()),
+            greedy_rows=rows_of(is_greedy, self.device) if is_greedy.any() else None,
+            ranked_rows=rows_of(is_ranked, self.device) if is_ranked.any() else None,
             filters=Filters(
                 top_k_R=torch.from_numpy(top_k[is_ranked]).to(self.device),
                 top_p_R=torch.from_numpy(top_p[is_ranked]).to(self.device),
                 min_p_R=torch.from_numpy(min_p[is_ranked]).to(self.device),
             ),
             prefix=int(max(top_k[is_ranked & has_top_k].max(initial=1), FIRST_PREFIX if only_top_p.any() else 1)),
-            reported_rows=self._rows(reported),
-            raw_Q1=torch.from_numpy(raw[reported][:, None]).to(self.device),
+            reported_rows=rows_of(reported, self.device) if reported.any() else None,
+            raw_Q1=torch.from_numpy(raw[reported][:, None]).to(self.device) if raw.any() else None,
             num_top=int(num_top.max(initial=0)),
         )
         return self._selection
 
-    def _rows(self, mask_B: np.ndarray) -> Tensor | None:
-        return torch.from_numpy(mask_B.nonzero()[0]).to(self.device) if mask_B.any() else None
-
     def _column(self, values_B: np.ndarray) -> Tensor:
         return torch.tensor(values_B[:, None], dtype=torch.float32, device=self.device)
+
+
+def _replaced(x_B: Tensor, rows: Rows, values: Tensor) -> Tensor:
+    """x_B with `rows` set to values, in new memory."""
+    return values if isinstance(rows, slice) else x_B.index_copy(0, rows, values)
 
 
 def prompt_logprobs(logits_MV: Tensor, targets_M: Tensor, k: int, temperature: float, mode: LogprobsMode) -> tuple[Tensor, Tensor, Tensor]:
