@@ -309,7 +309,7 @@ class AsyncRolloutClient:
         self._calls.add(call)
         for request, error in bad:
             self._core.fail([request], error)
-        self._flush()
+        self._flush_soon()
         return call
 
     def _finish(self, call: Call) -> None:
@@ -444,6 +444,12 @@ class AsyncRolloutClient:
         wake_at = self._core.wake_at()
         if wake_at is not None and self._flush_due is None:
             self._flush_due = self._loop.call_at(max(wake_at, self._loop.time() + 0.01), self._flush_later)
+
+    def _flush_soon(self) -> None:
+        """Submit in this loop's next turn, together with what other calls add until then."""
+        if self._flush_due is not None:
+            self._flush_due.cancel()
+        self._flush_due = self._loop.call_soon(self._flush_later)
 
     def _flush_later(self) -> None:
         self._flush_due = None

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import zmq
 
@@ -59,6 +60,7 @@ def router(context: zmq.Context[Any], url: str, *, keys: ServerKeys | None, zap_
 
 def bind(socket: zmq.Socket[Any], url: str) -> None:
     """Let a ROUTER listen on one more address. AddressInUseError, BadAddressError."""
+    check_url(url)
     try:
         socket.bind(url)
     except zmq.ZMQError as error:
@@ -69,6 +71,7 @@ def bind(socket: zmq.Socket[Any], url: str) -> None:
 
 def dealer(context: zmq.Context[Any], url: str, *, keys: ClientKeys | None) -> zmq.Socket[Any]:
     """A DEALER that connects, and reconnects by itself, to url. BadAddressError."""
+    check_url(url)
     socket = _socket(context, zmq.DEALER)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
@@ -78,8 +81,21 @@ def dealer(context: zmq.Context[Any], url: str, *, keys: ClientKeys | None) -> z
         socket.connect(url)
     except zmq.ZMQError as error:
         socket.close()
-        raise BadAddressError(f"cannot connect to {url}: {error.strerror}; expected tcp://host:port or ipc://path") from None
+        raise BadAddressError(f"cannot connect to {url}: {error.strerror}") from None
     return socket
+
+
+def check_url(url: str) -> None:
+    """BadAddressError unless it is tcp://host:port or ipc://path; libzmq itself wraps port numbers that are too large."""
+    try:
+        parts = urlsplit(url)
+        good = (
+            bool(parts.hostname and parts.port is not None) if parts.scheme == "tcp" else parts.scheme == "ipc" and len(url) > len("ipc://")
+        )
+    except ValueError:
+        good = False
+    if not good:
+        raise BadAddressError(f"{url!r} is not an address; expected tcp://host:port with a port up to 65535, or ipc://path")
 
 
 def _socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:

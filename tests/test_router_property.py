@@ -46,6 +46,8 @@ class RouterWalk(RuleBasedStateMachine):
         self.expected: dict[tuple[str, int], int] = {}
         self.results: Counter[tuple[str, int, int]] = Counter()
         self.runs: Counter[tuple[str, int, int]] = Counter()
+        self.sizes: dict[tuple[str, int], int] = {}
+        self.sizes: dict[tuple[str, int], int] = {}
         self.next_id = dict.fromkeys(CLIENTS, 0)
 
     def do(self, event):
@@ -65,8 +67,6 @@ class RouterWalk(RuleBasedStateMachine):
                 for order in orders([action]):
                     self.work[action.node][order.part] = (order, set(indices(order.samples)))
         return actions
-
-    sizes: dict[tuple[str, int], int] = {}
 
     @rule(client=st.sampled_from(CLIENTS))
     def client_joins(self, client):

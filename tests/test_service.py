@@ -219,11 +219,10 @@ async def test_a_node_with_another_model_is_refused_and_told_why():
 
 @in_loop
 async def test_a_node_with_older_weights_gets_no_work():
-    async with running(lambda: FakeEngine(version=3)) as (one, client):
-        async with node(one, name="old"):
-            await client.generate([[1]] * 32, SamplingParams(max_tokens=2))
-            old = next(each for each in one.health().nodes if each.name == "old")
-            assert not old.serving and one.health().weights_version == 3
+    async with running(lambda: FakeEngine(version=3)) as (one, client), node(one, name="old"):
+        await client.generate([[1]] * 32, SamplingParams(max_tokens=2))
+        old = next(each for each in one.health().nodes if each.name == "old")
+        assert not old.serving and one.health().weights_version == 3
 
 
 @in_loop

@@ -111,16 +111,15 @@ async def test_a_node_whose_engine_crashes_says_so_and_its_samples_run_elsewhere
 
 @in_loop
 async def test_a_stopped_node_is_noticed_by_its_silence_and_may_come_back():
-    async with running(slow, limits=QUICK) as (one, client):
-        async with fake_node(one, "--step-s", "0.01") as child:
-            work = asyncio.create_task(client.generate([[k] for k in range(60)], SamplingParams(max_tokens=60)))
-            await until(lambda: any(each.name == "child" and each.outstanding for each in one.health().nodes))
-            os.kill(child.pid, signal.SIGSTOP)
-            await until(lambda: len(one.health().nodes) == 1)
-            check(await work, 60)
-            os.kill(child.pid, signal.SIGCONT)
-            await until(lambda: len(one.health().nodes) == 2)
-            check(await client.generate([[k] for k in range(40)], SamplingParams(max_tokens=4)), 4)
+    async with running(slow, limits=QUICK) as (one, client), fake_node(one, "--step-s", "0.01") as child:
+        work = asyncio.create_task(client.generate([[k] for k in range(60)], SamplingParams(max_tokens=60)))
+        await until(lambda: any(each.name == "child" and each.outstanding for each in one.health().nodes))
+        os.kill(child.pid, signal.SIGSTOP)
+        await until(lambda: len(one.health().nodes) == 1)
+        check(await work, 60)
+        os.kill(child.pid, signal.SIGCONT)
+        await until(lambda: len(one.health().nodes) == 2)
+        check(await client.generate([[k] for k in range(40)], SamplingParams(max_tokens=4)), 4)
 
 
 @in_loop
@@ -242,27 +241,31 @@ class Relay:
 async def test_a_client_cut_off_for_a_moment_gets_every_result_once_and_nothing_runs_twice():
     engine = slow()
     limits = ServiceLimits(heartbeat_s=0.1, reconnect_grace_s=5.0)
-    async with service(limits) as one, node(one, lambda: engine), Relay(one.url) as relay:
-        async with AsyncRolloutClient(relay.url, seed=1) as client:
-            work = asyncio.create_task(client.generate([[k] for k in range(200)], SamplingParams(n=2, max_tokens=30)))
-            for _ in range(3):
-                await asyncio.sleep(0.3)
-                relay.cut()
-            check(await work, 30)
-            assert one.stats().counters["resumed_sessions"] >= 1
+    async with service(limits) as one, node(one, lambda: engine), Relay(one.url) as relay, AsyncRolloutClient(relay.url) as client:
+        work = asyncio.create_task(client.generate([[k] for k in range(200)], SamplingParams(n=2, max_tokens=30)))
+        for _ in range(3):
+            await asyncio.sleep(0.3)
+            relay.cut()
+        check(await work, 30)
+        assert one.stats().counters["resumed_sessions"] >= 1
     assert sum(len(request.sample_indices) for request in engine.submitted) == 400
 
 
 @in_loop
 async def test_a_node_cut_off_for_a_moment_joins_again_and_no_sample_is_lost():
-    async with service(QUICK) as one, Relay(one.url) as relay, node(one, slow, name="steady"), node(one, slow, name="cut", url=relay.url):
-        async with AsyncRolloutClient(one.url) as client:
-            work = asyncio.create_task(client.generate([[k] for k in range(80)], SamplingParams(max_tokens=40)))
-            await until(lambda: one.stats().open_requests)
-            await asyncio.sleep(0.1)
-            relay.cut()
-            check(await work, 40)
-            await until(lambda: len(one.health().nodes) == 2)
+    async with (
+        service(QUICK) as one,
+        Relay(one.url) as relay,
+        node(one, slow, name="steady"),
+        node(one, slow, name="cut", url=relay.url),
+        AsyncRolloutClient(one.url) as client,
+    ):
+        work = asyncio.create_task(client.generate([[k] for k in range(80)], SamplingParams(max_tokens=40)))
+        await until(lambda: one.stats().open_requests)
+        await asyncio.sleep(0.1)
+        relay.cut()
+        check(await work, 40)
+        await until(lambda: len(one.health().nodes) == 2)
 
 
 # ---- bad manners -------------------------------------------------------------------------------------------------------------
@@ -381,7 +384,7 @@ async def test_a_node_that_sends_lies_is_expelled_and_its_samples_run_elsewhere(
 
 @in_loop
 async def test_a_node_cannot_finish_samples_it_was_not_given():
-    async with running(slow, limits=QUICK) as (one, client):
+    async with running(slow, limits=QUICK) as (one, _client):
         with RawPeer(one.url) as liar:
             facts = FakeEngine().facts
             liar.send(wire.NodeHello(version=1, session=secrets.token_hex(16), name="liar", model=facts, weights_version=9, window=10))

@@ -1,5 +1,6 @@
 """What crosses the wire comes out as it went in; everything else is a ProtocolError."""
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -89,10 +90,8 @@ def test_a_bomb_of_nested_arrays_is_refused_without_being_built():
 @given(st.binary(max_size=300))
 def test_no_bytes_make_a_decoder_raise_anything_but_protocol_error(data: bytes):
     for decoder in (DECODER, wire.HeaderDecoder(admin_wire.ToAdmin)):
-        try:
+        with contextlib.suppress(ProtocolError):
             decoder.decode(data)
-        except ProtocolError:
-            pass
 
 
 def sample(**changes: Any) -> Sample:
