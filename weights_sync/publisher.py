@@ -88,6 +88,7 @@ class _Push:
         self._timeout_s = timeout_s
         self._update = m.new_update_id()
         self._acked = 0
+        self._acked_at = 0.0
         self._ends_at = time.monotonic() + timeout_s + SWAP_S
 
     def run(self) -> PushReport:
@@ -106,7 +107,6 @@ class _Push:
             ready, _ = self._wait(m.Ready)
             checked = time.monotonic()
             self._send_buckets(picks, entries, plan, ready.window)
-            sent = time.monotonic()
             self._send(m.Commit(update=self._update))
         except BaseException as error:
             self._abort(error)
@@ -119,8 +119,8 @@ class _Push:
             num_bytes=sum(entry.num_bytes for entry in entries),
             total_s=ended - started,
             check_s=checked - started,
-            transfer_s=sent - checked,
-            commit_s=ended - sent,
+            transfer_s=self._acked_at - checked,
+            commit_s=ended - self._acked_at,
             nodes=done.nodes,
             lost=done.lost,
         )
@@ -151,8 +151,6 @@ class _Push:
             self._send(m.Bucket(update=self._update, index=index, digest=digest(frame)), frame)
             while self._poll(m.Ack, 0.0):
                 pass
-        while self._acked < len(plan):
-            self._wait(m.Ack)
 
     # ---- conversation ---------------------------------------------------------------------------------------------------
 
@@ -191,7 +189,7 @@ class _Push:
         if isinstance(message, m.Refused):
             raise WeightUpdateError(message.error.message, code=message.error.code, retryable=message.error.retryable)
         if isinstance(message, m.Ack):
-            self._acked = message.count
+            self._acked, self._acked_at = message.count, time.monotonic()
         elif not isinstance(message, kind | m.Progress):
             raise WeightUpdateError(f"the service said {type(message).__name__} where {kind.__name__} was due", code="protocol_error")
         return message, frames[1] if len(frames) > 1 else None

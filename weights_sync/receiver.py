@@ -52,8 +52,8 @@ class _Update:
     num_received: int = 0
     num_staged: int = 0
     stage_s: float = 0.0
-    assembly: torch.Tensor | None = None
-    """Bytes of a tensor that spans buckets, until it is whole."""
+    assembly: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    """Bytes of a tensor that spans buckets, until it is whole; as large as the largest so far."""
     committing: bool = False
 
 
@@ -192,13 +192,13 @@ class WeightReceiver:
         if part.num_bytes == whole:
             flat = torch.frombuffer(frame, dtype=dtype, offset=part.start, count=whole // dtype.itemsize)
         else:
-            if update.assembly is None:
+            if update.assembly.numel() < whole:
                 update.assembly = torch.empty(whole, dtype=torch.uint8)
             piece = torch.frombuffer(frame, dtype=torch.uint8, offset=part.start, count=part.num_bytes)
             update.assembly[part.source : part.source + part.num_bytes] = piece
             if part.source + part.num_bytes < whole:
                 return
-            flat, update.assembly = update.assembly.view(dtype), None
+            flat = update.assembly[:whole].view(dtype)
         update.stage.put(entry.name, flat.view(entry.shape))
 
     def _swap(self, update: _Update) -> list[m.FromNode | tuple[m.Table, bytes]]:
