@@ -1,0 +1,190 @@
+"""The client: the blocking facade, seeds, errors, and starting fast."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fake_engine import FakeEngine, fake_tokens
+from rollout_kit import in_loop, node, running, service, until
+
+from batchgen.sampling_params import SamplingParams
+from rollout import RolloutClient
+from rollout.client import AsyncRolloutClient
+from rollout.errors import ClosedError, ConnectError, DeadlineError
+from rollout.results import Finished
+from rollout.service import Service
+
+
+@contextmanager
+def background(*factories) -> Iterator[Service]:
+    """A service with fake nodes in another thread's loop."""
+    box: list[Service] = []
+    ready, stop = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def main() -> None:
+        async with service() as one:
+            nodes = [node(one, factory) for factory in factories]
+            for each in nodes:
+                await each.__aenter__()
+            box.append(one)
+            ready.set()
+            await stop.wait()
+            for each in nodes:
+                await each.__aexit__(None, None, None)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
+    thread.start()
+    assert ready.wait(10)
+    try:
+        yield box[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def slow() -> FakeEngine:
+    return FakeEngine(step_s=0.01, tokens_per_step=1)
+
+
+def test_the_blocking_client_generates_streams_submits_and_administers():
+    with background(slow) as one, RolloutClient(one.url, seed=3) as client:
+        assert client.wait_ready(5).name == "fake" and client.model is not None and client.seed == 3
+        groups = client.generate([[1], "text"], SamplingParams(n=2, max_tokens=3))
+        assert [s.token_ids for g in groups for s in g.samples] == [fake_tokens(s.seed, 3) for g in groups for s in g.samples]
+        events = list(client.stream([[1]], SamplingParams(max_tokens=3)))
+        assert isinstance(events[-1], Finished) and len(events) == 4
+        handle = client.submit([1], SamplingParams(max_tokens=4000))
+        with pytest.raises(DeadlineError):
+            handle.result(0.05)
+        handle.cancel()
+        assert handle.result(5).samples[0].finish_reason == "abort" and handle.done()
+        client.pause()
+        assert client.health().status == "paused"
+        client.resume()
+        client.abort_all()
+        assert client.stats().clients == 1 and client.weights_version == 0
+        assert client.admin_url == one.admin_url
+
+
+def test_leaving_a_blocking_stream_cancels_the_rest():
+    with background(slow) as one, RolloutClient(one.url) as client:
+        for _ in client.stream([[1]] * 4, SamplingParams(max_tokens=4000)):
+            break
+        for _ in range(500):
+            if client.stats().open_requests == 0:
+                break
+        assert client.stats().open_requests == 0
+
+
+def test_several_threads_share_one_blocking_client():
+    with background(slow) as one, RolloutClient(one.url) as client:
+        results: dict[int, int] = {}
+
+        def work(number: int) -> None:
+            (group,) = client.generate([[number]], SamplingParams(n=number, max_tokens=2))
+            results[number] = len(group.samples)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 9)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == {number: number for number in range(1, 9)}
+
+
+def test_a_closed_client_says_so_and_closing_twice_is_fine():
+    with background(FakeEngine) as one:
+        client = RolloutClient(one.url)
+        client.close()
+        client.close()
+        with pytest.raises(ClosedError):
+            client.generate([[1]])
+
+
+def test_the_blocking_client_raises_what_the_async_one_raises():
+    with pytest.raises(ConnectError):
+        RolloutClient("tcp://127.0.0.1:9", connect_timeout_s=0.2)
+    assert not any(thread.name == "rollout-client" for thread in threading.enumerate())
+
+
+@in_loop
+async def test_closing_a_client_ends_the_calls_that_wait():
+    async with service() as one:
+        client = AsyncRolloutClient(one.url)
+        await client.connect()
+        work = asyncio.create_task(client.generate([[1]]))
+        await until(lambda: one.stats().open_requests == 1)
+        await client.close()
+        with pytest.raises(ClosedError):
+            await work
+        await until(lambda: one.stats().open_requests == 0)
+
+
+@in_loop
+async def test_the_same_seed_gives_the_same_samples_and_another_seed_others():
+    async def once(one: Service, seed: int | None):
+        async with AsyncRolloutClient(one.url, seed=seed) as client:
+            groups = await client.generate([[1], [1]], SamplingParams(n=2, max_tokens=4))
+            return [s.token_ids for g in groups for s in g.samples]
+
+    async with running() as (one, _):
+        first = await once(one, 5)
+        assert await once(one, 5) == first and await once(one, 6) != first and await once(one, None) != await once(one, None)
+        assert len({tuple(tokens) for tokens in first}) == 4
+
+
+@in_loop
+async def test_a_prompts_own_seed_wins_over_the_clients():
+    async with running() as (_, client):
+        params = SamplingParams(n=2, max_tokens=4, seed=9)
+        first, second = await client.generate([[1], [2]], params)
+        assert [s.seed for s in first.samples] == [s.seed for s in second.samples]
+        assert first.samples[0].token_ids != first.samples[1].token_ids
+
+
+@pytest.mark.parametrize("prompts", ["a bare string", 7])
+@in_loop
+async def test_prompts_that_are_no_list_are_refused_before_anything_is_sent(prompts):
+    async with running() as (one, client):
+        with pytest.raises((ValueError, TypeError)):
+            await client.generate(prompts)
+        with pytest.raises(ValueError, match="2 prompts but 1"):
+            await client.generate([[1], [2]], [SamplingParams()])
+        assert "accepted_requests" not in one.stats().counters
+
+
+@in_loop
+async def test_no_prompts_give_no_groups():
+    async with running() as (_, client):
+        assert await client.generate([]) == []
+        assert [event async for event in client.stream([])] == []
+
+
+@in_loop
+async def test_a_cancelled_task_cancels_its_requests():
+    async with running(slow) as (one, client):
+        work = asyncio.create_task(client.generate([[1]] * 3, SamplingParams(max_tokens=4000)))
+        await until(lambda: one.stats().open_requests == 3)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await until(lambda: one.stats().open_requests == 0)
+
+
+@in_loop
+async def test_wait_ready_without_a_node_is_a_typed_error():
+    async with service() as one, AsyncRolloutClient(one.url) as client:
+        with pytest.raises(DeadlineError, match="no node"):
+            await client.wait_ready(0.1)
+
+
+def test_the_client_imports_without_torch_and_without_the_http_or_cli_stack():
+    code = (
+        "import sys, rollout.client_sync, rollout.client; print([m for m in ('torch', 'typer', 'jinja2', 'zmq.auth') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
