@@ -22,6 +22,7 @@ class KVCache:
         self.head_dim = config.head_dim
         self.k_LPHSD = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LPHSD = torch.zeros(shape, dtype=dtype, device=device)
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @classmethod
     def bytes_per_page(cls, config: ModelConfig, page_size: int, dtype: torch.dtype) -> int:
@@ -50,3 +51,20 @@ class KVCache:
         """Store this step's keys and values of one layer at the rows given by `head_slots`."""
         for cache, new_THD in ((self.k_LPHSD, k_THD), (self.v_LPHSD, v_THD)):
             cache[layer].view(-1, self.head_dim).index_copy_(0, head_slots_N, new_THD.reshape(-1, self.head_dim).to(cache.dtype))
+
+    def gather(self, layer: int, page_heads_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [N, S * D] of a layer's (page, head) rows, numbered page * H + head. Valid until the next call: the buffers are
+        kept, since fresh memory costs the kernel more than the copy."""
+        gathered = []
+        for name, cache in (("k", self.k_LPHSD), ("v", self.v_LPHSD)):
+            rows = cache[layer].view(-1, self.page_size * self.head_dim)
+            shape = (page_heads_N.numel(), rows.shape[1])
+            out = torch.index_select(rows, 0, page_heads_N, out=self._buffer(name, rows.dtype, shape))
+            gathered.append(out if out.dtype == dtype else self._buffer(name, dtype, shape).copy_(out))
+        return gathered[0], gathered[1]
+
+    def _buffer(self, name: str, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
+        buffer = self._scratch.get((name, dtype))
+        if buffer is None or buffer.numel() < shape[0] * shape[1]:
+            buffer = self._scratch[name, dtype] = self.k_LPHSD.new_empty(shape[0] * shape[1], dtype=dtype)
+        return buffer[: shape[0] * shape[1]].view(shape)

@@ -20,7 +20,7 @@ PREFILL_TILE = 64
 """Queries of a prefill tile."""
 BUCKET_GROWTH = 1.25
 """A bucket's longest context over its shortest, at most (or one key block)."""
-BUCKET_ELEMENTS = 1 << 20
+BUCKET_ELEMENTS = 1 << 19
 """Gathered keys (times heads times head size) of a bucket, at most: they should stay in cache."""
 FIXED_TILE, FIXED_BUCKET, FIXED_KEYS = 4, 8, 128
 """Batch-invariant mode: queries of a tile, tiles of a bucket, keys of a block."""
@@ -122,25 +122,24 @@ def _make_bucket(batch: PackedBatch, kv: KVCache, rows_N: np.ndarray, query_NQ: 
 
 def attend(q_THGd: Tensor, kv: KVCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
     """Causal attention of every token over its own sequence's keys, [T, H * G * d] in the type of the queries."""
-    outputs = [_attend_bucket(q_THGd * scale, kv, layer, bucket, plan.key_block) for bucket in plan.buckets]
+    q_THGd = q_THGd * scale
+    outputs = [_attend_bucket(q_THGd, kv, layer, bucket, plan.key_block or bucket.num_keys) for bucket in plan.buckets]
     return torch.cat(outputs).index_select(0, plan.output_T)
 
 
-def _attend_bucket(q_THGd: Tensor, kv: KVCache, layer: int, bucket: Bucket, key_block: int | None) -> Tensor:
+def _attend_bucket(q_THGd: Tensor, kv: KVCache, layer: int, bucket: Bucket, key_block: int) -> Tensor:
     num_tiles, num_queries = bucket.query_NQ.shape
     _, num_heads, group, size = q_THGd.shape
     folded = (num_tiles * num_heads, num_queries * group, size)
     q_BMd = q_THGd[bucket.query_NQ].transpose(1, 2).reshape(folded)
-    k_BCd, v_BCd = (
-        cache[layer].view(-1, kv.page_size * size).index_select(0, bucket.page_heads_NHP).view(folded[0], -1, size).to(q_BMd.dtype)
-        for cache in (kv.k_LPHSD, kv.v_LPHSD)
-    )
-    step = key_block or bucket.num_keys
-    scores_BMC = torch.cat([torch.bmm(q_BMd, k.mT) for k in torch.split(k_BCd, step, dim=1)], dim=-1)
+    k_BCd, v_BCd = (rows.view(folded[0], -1, size) for rows in kv.gather(layer, bucket.page_heads_NHP, q_BMd.dtype))
+    blocks = [torch.bmm(q_BMd, k.mT) for k in torch.split(k_BCd, key_block, dim=1)]
+    scores_BMC = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
     scores = scores_BMC.view(num_tiles, num_heads, num_queries, group, -1)
     scores.masked_fill_(bucket.hidden_NQC[:, None, :, None], float("-inf"))
     probabilities_BMC = torch.softmax(scores_BMC.float(), dim=-1).to(q_BMd.dtype)
-    out_BMd = torch.zeros_like(q_BMd)
-    for p, v in zip(torch.split(probabilities_BMC, step, dim=2), torch.split(v_BCd, step, dim=1), strict=True):
-        out_BMd = out_BMd + torch.bmm(p.contiguous(), v)
+    parts = zip(torch.split(probabilities_BMC, key_block, dim=2), torch.split(v_BCd, key_block, dim=1), strict=True)
+    out_BMd, *rest = (torch.bmm(p.contiguous(), v) for p, v in parts)
+    for part in rest:
+        out_BMd = out_BMd + part
     return out_BMd.view(num_tiles, num_heads, num_queries, -1).transpose(1, 2).reshape(num_tiles * num_queries, -1)
