@@ -35,7 +35,7 @@ class Filters:
 
 def greedy(logits_BV: Tensor) -> Tensor:
     """Id of the largest logit, the lowest of equals. int64 [B]."""
-    logits_BNS = _blocks(logits_BV, -math.inf)
+    logits_BNS = _blocks(logits_BV, -math.inf, _block_size(logits_BV.shape[1]))
     block_B = logits_BNS.amax(-1).argmax(-1)
     return block_B * logits_BNS.shape[2] + _pick_block(logits_BNS, block_B).argmax(-1)
 
@@ -45,7 +45,7 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
     Rows with NaN give an arbitrary valid id.
     """
-    probs_BNS = _blocks(probs_BV, 0.0)
+    probs_BNS = _blocks(probs_BV, 0.0, _block_size(probs_BV.shape[1]))
     mass_BN = probs_BNS.sum(-1).double()
     upper_BN = mass_BN.cumsum(-1)
     target_B = uniform_B * upper_BN[:, -1]
@@ -62,20 +62,20 @@ def draw_ranked(logits_RV: Tensor, probs_RV: Tensor, uniform_R: Tensor, filters:
     `prefix` is how many ranked tokens to look at first, at least every top_k that is on. It changes the time, not the result.
     """
     vocab = logits_RV.shape[1]
-    sorted_RC, ids_RC, count_R = _leaders(logits_RV, min(prefix, vocab))
-    width = sorted_RC.shape[1]
-    probs_RC = probs_RV.gather(1, ids_RC).double().masked_fill_(sorted_RC == -math.inf, 0.0)
-    upper_RC = probs_RC.cumsum(1)
-    limited_R = filters.top_k_R < vocab
-    total_R = torch.where(limited_R, _pick(upper_RC, filters.top_k_R.clamp(max=width) - 1), 1.0)
-    before_RC = torch.nn.functional.pad(upper_RC[:, :-1], (1, 0))
-    keep_RC = torch.arange(width, device=ids_RC.device) < torch.minimum(filters.top_k_R, count_R)[:, None]
-    keep_RC &= (before_RC < (filters.top_p_R * total_R)[:, None]) | (filters.top_p_R == 1.0)[:, None]
-    keep_RC &= probs_RC >= filters.min_p_R[:, None] * probs_RC[:, :1]
-    kept_R = keep_RC.sum(1)
-    target_R = uniform_R * _pick(upper_RC, kept_R.clamp(min=1) - 1)
-    tokens_R = _pick(ids_RC, _first_above(upper_RC, target_R))
-    open_R = (kept_R == count_R) & (count_R >= prefix) & ~limited_R
+    prefix = min(prefix, vocab)
+    ids_RK = ranked(logits_RV, prefix)
+    probs_RK = probs_RV.gather(1, ids_RK).double()
+    upper_RK = probs_RK.cumsum(1)
+    limited_R = filters.top_k_R <= prefix
+    total_R = torch.where(limited_R, _pick(upper_RK, filters.top_k_R.clamp(max=prefix) - 1), 1.0)
+    before_RK = torch.nn.functional.pad(upper_RK[:, :-1], (1, 0))
+    keep_RK = torch.arange(prefix, device=ids_RK.device) < filters.top_k_R[:, None]
+    keep_RK &= (before_RK < (filters.top_p_R * total_R)[:, None]) | (filters.top_p_R == 1.0)[:, None]
+    keep_RK &= probs_RK >= filters.min_p_R[:, None] * probs_RK[:, :1]
+    kept_R = keep_RK.sum(1).clamp(min=1)
+    target_R = uniform_R * _pick(upper_RK, kept_R - 1)
+    tokens_R = _pick(ids_RK, _first_above(upper_RK, target_R))
+    open_R = (kept_R == prefix) & ~limited_R & (probs_RK[:, -1] > 0.0)
     if prefix < vocab and bool(open_R.any()):
         rows = open_R.nonzero().squeeze(1)
         wider_R = draw_ranked(logits_RV[rows], probs_RV[rows], uniform_R[rows], filters.take(rows), prefix * PREFIX_GROWTH)
@@ -84,51 +84,45 @@ def draw_ranked(logits_RV: Tensor, probs_RV: Tensor, uniform_R: Tensor, filters:
 
 
 def ranked(logits_RV: Tensor, k: int) -> Tensor:
-    """The k ids of largest logits, largest first, equals by id. int64 [R, k]."""
-    if k == 0:
-        return torch.zeros(len(logits_RV), 0, dtype=torch.int64, device=logits_RV.device)
-    _, ids_RC, count_R = _leaders(logits_RV, k)
-    ids_RK = ids_RC[:, :k]
-    short_R = count_R < k
-    if bool(short_R.any()):
-        ids_RK[short_R] = logits_RV[short_R].sort(dim=1, descending=True, stable=True).indices[:, :k]
-    return ids_RK
+    """The k ids of largest logits, largest first, equals by id. int64 [R, k].
 
-
-def _leaders(logits_RV: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits and ids [R, C] of at least the k largest logits above -inf, largest first, equals by id; and how many they are, [R].
-
-    C >= k; beyond its count a row is padded with logit -inf, id 0. A row's count is k or more unless fewer are above -inf, and every
-    id left out is below all that are in. Found without sorting the row: of at least 2k groups of logits the k-th largest maximum
-    bounds the k-th largest logit from below, and few logits are above it.
+    They lie in the k groups of consecutive ids with the largest maxima (equals by place): an id of another group would have k maxima
+    before it. So two short searches replace one over the vocabulary.
     """
-    rows, vocab = logits_RV.shape
-    size = 1 << (vocab // (2 * k)).bit_length() - 1 if vocab >= 4 * k else 1
+    vocab = logits_RV.shape[1]
+    size = 1 << math.isqrt(vocab // max(k, 1)).bit_length() - 1 if k < vocab // 4 else 1
     if size == 1:
-        count_R = (logits_RV > -math.inf).sum(1)
-        return *logits_RV.sort(dim=1, descending=True, stable=True), count_R
-    groups = vocab // size
-    maxima_RG = logits_RV[:, : groups * size].unflatten(1, (size, groups)).amax(1)
-    bound_R1 = maxima_RG.topk(k).values[:, -1:].clamp(min=torch.finfo(torch.float32).min)
-    row_E, id_E = (logits_RV >= bound_R1).nonzero(as_tuple=True)
-    count_R = torch.bincount(row_E, minlength=rows)
-    column_E = torch.arange(len(row_E), device=row_E.device) - (count_R.cumsum(0) - count_R)[row_E]
-    width = max(k, int(count_R.max()))
-    leaders_RC = logits_RV.new_full((rows, width), -math.inf)
-    leaders_RC[row_E, column_E] = logits_RV[row_E, id_E]
-    ids_RC = torch.zeros_like(leaders_RC, dtype=torch.int64)
-    ids_RC[row_E, column_E] = id_E
-    sorted_RC, order_RC = leaders_RC.sort(dim=1, descending=True, stable=True)
-    return sorted_RC, ids_RC.gather(1, order_RC), count_R
+        return _leaders(logits_RV, torch.arange(vocab, device=logits_RV.device), k)
+    groups_RGS = _blocks(logits_RV, -math.inf, size)
+    num_groups = groups_RGS.shape[1]
+    group_RK = _leaders(groups_RGS.amax(2), torch.arange(num_groups, device=logits_RV.device), k)
+    index_RK1 = group_RK[..., None]
+    ids_RC = (index_RK1 * size + torch.arange(size, device=logits_RV.device)).flatten(1)
+    logits_RC = groups_RGS.gather(1, index_RK1.expand(-1, -1, size)).flatten(1)
+    return ids_RC.gather(1, _leaders(logits_RC, ids_RC, k))
 
 
-def _blocks(x_BV: Tensor, fill: float) -> Tensor:
-    """[B, N, S] view of the rows in id order, padded with `fill` where S does not divide V; S is a power of two near sqrt(V)."""
+def _leaders(logits_RC: Tensor, ids_RC: Tensor, k: int) -> Tensor:
+    """Columns of the k largest logits, equals by lowest id. int64 [R, k].
+
+    Ranks 64-bit keys made of the logit's order-preserving bits and its id. All keys differ, so no tie is left to the algorithm.
+    """
+    bits_RC = (logits_RC + 0.0).view(torch.int32)  # adding 0 makes -0.0 equal to 0.0
+    order_RC = bits_RC ^ ((bits_RC >> 31) & 0x7FFFFFFF)
+    return ((order_RC.long() << 32) - ids_RC).topk(k).indices
+
+
+def _blocks(x_BV: Tensor, fill: float, size: int) -> Tensor:
+    """[B, N, S] view of the rows in id order, S = size, padded with `fill` where S does not divide V."""
     rows, vocab = x_BV.shape
-    size = 1 << (vocab.bit_length() + 1) // 2
     if vocab % size:
         x_BV = torch.nn.functional.pad(x_BV, (0, size - vocab % size), value=fill)
     return x_BV.reshape(rows, x_BV.shape[1] // size, size)
+
+
+def _block_size(vocab: int) -> int:
+    """A power of two near the square root."""
+    return 1 << (vocab.bit_length() + 1) // 2
 
 
 def _pick(x_BN: Tensor, index_B: Tensor) -> Tensor:
