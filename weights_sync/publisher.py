@@ -1,6 +1,7 @@
 """The trainer's end of a weight update. In: named tensors and a version. Out: a report once every node serves them, or a typed error."""
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -143,11 +144,12 @@ class _Push:
         return result.picks, entries
 
     def _send_buckets(self, picks: Sequence[Pick], entries: Sequence[m.TensorEntry], plan: Sequence[BucketPlan], window: int) -> None:
-        packer = _Packer(self._source, picks, entries, max((bucket.num_bytes for bucket in plan), default=0), min(window, len(plan)))
+        packer = _Packer(self._source, picks, entries, max((bucket.num_bytes for bucket in plan), default=0))
         for index, bucket in enumerate(plan):
             while index - self._acked >= window:
                 self._wait(m.Ack)
-            frame = packer.pack(index, bucket)
+            packer.release(self._acked)
+            frame = packer.pack(bucket)
             self._send(m.Bucket(update=self._update, index=index, digest=digest(frame)), frame)
             while self._poll(m.Ack, 0.0):
                 pass
@@ -196,36 +198,49 @@ class _Push:
 
 
 class _Packer:
-    """Copies tensors into bucket memory, converting and gathering on the way; reuses `num_slots` buffers in turn."""
+    """Copies tensors into bucket memory, converting and gathering on the way. Memory of acknowledged buckets is used again, the latest
+    first: what is in the cache is fast, and fresh memory costs page faults."""
 
-    def __init__(self, source: Source, picks: Sequence[Pick], entries: Sequence[m.TensorEntry], bucket_bytes: int, num_slots: int):
+    def __init__(self, source: Source, picks: Sequence[Pick], entries: Sequence[m.TensorEntry], bucket_bytes: int):
         self._source = source
         self._picks = picks
         self._entries = entries
-        pinned = torch.cuda.is_available()
-        self._slots = [torch.empty(bucket_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(num_slots)]
+        self._bucket_bytes = bucket_bytes
+        self._used = deque[torch.Tensor]()
+        self._free = list[torch.Tensor]()
+        self._num_released = 0
         self._held: tuple[str, torch.Tensor] | None = None
 
-    def pack(self, index: int, bucket: BucketPlan) -> memoryview:
-        """The bucket's frame, in memory that is free again once bucket `index` is acknowledged."""
-        slot = self._slots[index % len(self._slots)]
+    def release(self, num_acked: int) -> None:
+        """The first `num_acked` buckets have arrived: their memory may be overwritten."""
+        while self._num_released < num_acked:
+            self._num_released += 1
+            self._free.append(self._used.popleft())
+
+    def pack(self, bucket: BucketPlan) -> memoryview:
+        """The bucket's frame; valid until it is released."""
+        memory = self._free.pop() if self._free else torch.empty(self._bucket_bytes, dtype=torch.uint8, pin_memory=self._source.on_gpu)
+        self._used.append(memory)
         devices = set()
         for part in bucket.parts:
             entry, pick = self._entries[part.tensor], self._picks[part.tensor]
+            tensor = self._get(pick.source)[pick.index]
+            target = memory[part.start : part.start + part.num_bytes]
             dtype: torch.dtype = getattr(torch, entry.dtype)
-            target = slot[part.start : part.start + part.num_bytes].view(dtype)
-            if part.num_bytes == entry.num_bytes:
-                tensor = self._get(pick.source)[pick.index]
-                target.view(tensor.shape).copy_(tensor, non_blocking=True)
+            if tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_cuda:
+                # One memcpy: torch would split it over threads, which wait for each other for longer than it takes.
+                data = tensor.view(-1).view(torch.uint8)[part.source : part.source + part.num_bytes]
+                target.numpy()[:] = data.numpy()
+            elif part.num_bytes == entry.num_bytes:
+                target.view(dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             else:
                 first = part.source // dtype.itemsize
-                tensor = self._flat(pick)[first : first + target.numel()]
-                target.copy_(tensor, non_blocking=True)
+                target.view(dtype).copy_(self._flat(pick)[first : first + part.num_bytes // dtype.itemsize], non_blocking=True)
             if tensor.is_cuda:
                 devices.add(tensor.device)
         for device in devices:
             torch.cuda.synchronize(device)
-        return memoryview(cast(Any, slot.numpy()))[: bucket.num_bytes]
+        return memoryview(cast(Any, memory.numpy()))[: bucket.num_bytes]
 
     def _get(self, name: str) -> torch.Tensor:
         """The trainer's tensor; the last one is kept, so that a stacked tensor of a folder is read once."""

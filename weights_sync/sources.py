@@ -19,10 +19,17 @@ Weights = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, tor
 class Source:
     """Named tensors: `shapes` and `dtypes` at once, the values by `get`."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype], get: Callable[[str], torch.Tensor]):
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        dtypes: dict[str, torch.dtype],
+        get: Callable[[str], torch.Tensor],
+        on_gpu: bool = False,
+    ):
         self.shapes = shapes
         self.dtypes = dtypes
         self.get = get
+        self.on_gpu = on_gpu
 
 
 def open_source(weights: Weights) -> Source:
@@ -46,7 +53,8 @@ def _named(pairs: Iterable[tuple[str, torch.Tensor]]) -> Source:
         if tensor.is_meta or tensor.layout != torch.strided:
             raise WeightUpdateError(f"{name} has no dense data ({'meta device' if tensor.is_meta else tensor.layout}); push dense tensors")
         tensors[name] = tensor.detach()
-    return _checked({n: tuple(t.shape) for n, t in tensors.items()}, {n: t.dtype for n, t in tensors.items()}, tensors.__getitem__)
+    shapes, dtypes = {n: tuple(t.shape) for n, t in tensors.items()}, {n: t.dtype for n, t in tensors.items()}
+    return _checked(Source(shapes, dtypes, tensors.__getitem__, on_gpu=any(t.is_cuda for t in tensors.values())))
 
 
 def _folder(path: Path) -> Source:
@@ -71,16 +79,16 @@ def _folder(path: Path) -> Source:
         tensor: torch.Tensor = handles[name].get_tensor(name)
         return tensor
 
-    return _checked(shapes, dtypes, get)
+    return _checked(Source(shapes, dtypes, get))
 
 
 _SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _checked(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, torch.dtype], get: Callable[[str], torch.Tensor]) -> Source:
-    if not shapes:
+def _checked(source: Source) -> Source:
+    if not source.shapes:
         raise WeightUpdateError("there is nothing to push: no tensors were given")
-    for name, dtype in dtypes.items():
+    for name, dtype in source.dtypes.items():
         if dtype not in _SAFETENSORS.values():
             raise WeightUpdateError(f"{name} has dtype {dtype}; push floating-point tensors (float64, float32, float16, bfloat16)")
-    return Source(shapes, dtypes, get)
+    return source
