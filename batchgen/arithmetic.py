@@ -29,10 +29,14 @@ def has_native_bfloat16(device: torch.device) -> bool:
 
 
 class Arithmetic:
-    """Storage and compute types, and the products that go with them."""
+    """Storage and compute types, and the products that go with them.
+
+    `weights_first`: batched products have the weights as left operand, since oneDNN's bfloat16 kernels repack the right one per call.
+    """
 
     def __init__(self, *, storage_dtype: torch.dtype, device: torch.device, deterministic: bool):
         widen = storage_dtype == torch.bfloat16 and (deterministic or not has_native_bfloat16(device))
+        self.weights_first = device.type == "cpu" and storage_dtype == torch.bfloat16 and not widen
         self.device = device
         self.storage_dtype = storage_dtype
         self.compute_dtype = torch.float32 if widen else storage_dtype

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from batchgen.huge_pages import empty_huge
 from batchgen.models.config import ModelConfig
 
 
@@ -20,8 +21,8 @@ class KVCache:
         self.page_size = page_size
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        self.k_LPHSD = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_LPHSD = torch.zeros(shape, dtype=dtype, device=device)
+        self.k_LPHSD = empty_huge(shape, dtype, device).zero_()
+        self.v_LPHSD = empty_huge(shape, dtype, device).zero_()
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @classmethod

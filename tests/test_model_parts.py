@@ -46,13 +46,15 @@ def test_every_token_finds_its_own_row_in_its_experts_range(block, multiple, num
     assert all(len(set(batch.rows_E[first : first + block])) == 1 for first in range(0, 8, block))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("way", ["rows", "columns", "tiles"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 200])
 @pytest.mark.parametrize("skewed", [False, True])
-def test_experts_equal_a_loop_over_tokens(deterministic, dtype, num_tokens, skewed):
+def test_experts_equal_a_loop_over_tokens(way, dtype, num_tokens, skewed):
     generator = torch.Generator().manual_seed(num_tokens)
-    arithmetic = Arithmetic(storage_dtype=dtype, device=CPU, deterministic=deterministic)
+    arithmetic = Arithmetic(storage_dtype=dtype, device=CPU, deterministic=way == "tiles")
+    if way == "columns":
+        arithmetic.weights_first, arithmetic.compute_dtype = True, dtype
     experts = Experts(8, 24, 20, arithmetic)
     experts.gate_up_EFD.normal_(generator=generator)
     experts.down_EDF.normal_(generator=generator)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from batchgen.arithmetic import Arithmetic
+from batchgen.huge_pages import empty_huge
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,4 +53,4 @@ class DenseMLP:
 
 def empty_weight(arithmetic: Arithmetic, *shape: int) -> Tensor:
     """Storage of a parameter, kept for the life of the model."""
-    return torch.empty(shape, dtype=arithmetic.storage_dtype, device=arithmetic.device)
+    return empty_huge(shape, arithmetic.storage_dtype, arithmetic.device)

@@ -1,6 +1,6 @@
 """The experts' products. In: activations and the router's choice. Out: each token's weighted sum of its experts. Never chooses experts.
 
-Shapes: T tokens, K experts per token, E experts, D model, F expert width, R rows of the expert batch, N outputs.
+Shapes: T tokens, K experts per token, E experts, G experts of a block, D model, F expert width, R rows of the expert batch, N outputs.
 """
 
 import torch
@@ -12,9 +12,11 @@ from batchgen.models.blocks import empty_weight, gated_silu
 from batchgen.moe.dispatch import dispatch
 
 BLOCK_EXPERTS = 4
-"""Experts multiplied in one padded batch while each has few rows."""
+"""Experts multiplied in one padded batch while each has few rows; float32 products."""
 BLOCK_MAX_ROWS = 32
-"""Mean rows per expert above which experts are multiplied one by one, without padding."""
+"""Mean rows per expert above which they are multiplied one by one, without padding; float32 products."""
+COLUMN_BLOCK_EXPERTS = 8
+"""Experts of a padded batch in bfloat16 products."""
 
 
 class Experts:
@@ -28,15 +30,18 @@ class Experts:
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         """Outputs of each token's K experts, [T, K, D], in the order of `ids_TK`."""
-        if self.arithmetic.device.type == "cuda":
-            return self._grouped(x_TD, ids_TK)
         if self.arithmetic.deterministic:
             return self._tiled(x_TD, ids_TK)
-        return self._blocked(x_TD, ids_TK)
+        if self.arithmetic.device.type == "cuda":
+            return self._grouped(x_TD, ids_TK)
+        return self._columns(x_TD, ids_TK) if self.arithmetic.weights_first else self._blocked(x_TD, ids_TK)
+
+    def _block_size(self, most: int) -> int:
+        return most if self.num_experts % most == 0 else 1
 
     def _blocked(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         few_rows = ids_TK.numel() <= BLOCK_MAX_ROWS * self.num_experts
-        block = BLOCK_EXPERTS if few_rows and self.num_experts % BLOCK_EXPERTS == 0 else 1
+        block = self._block_size(BLOCK_EXPERTS if few_rows else 1)
         batch = dispatch(ids_TK, self.num_experts, block=block, multiple=1)
         h_RF = gated_silu(self._block_products(x_TD.index_select(0, batch.token_R), self.gate_up_EFD, batch.rows_E, block))
         return self._block_products(h_RF, self.down_EDF, batch.rows_E, block)[batch.row_TK]
@@ -52,6 +57,24 @@ class Experts:
             torch.bmm(x_RD[start:end].view(block, -1, x_RD.shape[1]), weight.mT, out=y_RN[start:end].view(block, -1, y_RN.shape[1]))
             start = end
         return y_RN
+
+    def _columns(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
+        """Weights as the left operand, activations as columns: oneDNN need not repack the weights on every call."""
+        block = self._block_size(COLUMN_BLOCK_EXPERTS)
+        batch = dispatch(ids_TK, self.num_experts, block=block, multiple=1)
+        x_RD = x_TD.index_select(0, batch.token_R)
+        y_RD = torch.empty_like(x_RD)
+        start = 0
+        for first in range(0, self.num_experts, block):
+            end = start + batch.rows_E[first] * block
+            if end == start:
+                continue
+            x_GDR = x_RD[start:end].view(block, -1, x_RD.shape[1]).mT.contiguous()
+            gate_GFR, up_GFR = torch.bmm(self.gate_up_EFD[first : first + block], x_GDR).chunk(2, dim=1)
+            y_GDR = torch.bmm(self.down_EDF[first : first + block], F.silu(gate_GFR) * up_GFR)
+            y_RD[start:end].view(block, -1, x_RD.shape[1]).copy_(y_GDR.mT)
+            start = end
+        return y_RD[batch.row_TK]
 
     def _tiled(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         batch = dispatch(ids_TK, self.num_experts, block=1, multiple=TILE_ROWS)
