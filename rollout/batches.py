@@ -4,6 +4,7 @@ The frames of submit and assign: params (MessagePack array of SamplingParams), i
 text (UTF-8, all text and chat prompts one after the other).
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -124,14 +125,9 @@ def decode_params(encoded: bytes) -> SamplingParams:
 def encode_ids(token_ids: Sequence[int]) -> bytes:
     """int32 bytes. ProtocolError for ids that are not 32-bit integers."""
     try:
-        values = np.asarray(token_ids)
-        if values.size == 0:
-            return b""
-        if values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < -(1 << 31) or values.max() >= 1 << 31:
-            raise ValueError
-    except (ValueError, OverflowError, TypeError):
+        return array("i", token_ids).tobytes()
+    except (OverflowError, TypeError):
         raise ProtocolError(f"a prompt is a flat list of 32-bit token ids, got {str(token_ids)[:80]}", code="invalid_prompt") from None
-    return values.astype("<i4").tobytes()
 
 
 def decode_ids(prompt: bytes) -> list[int]:

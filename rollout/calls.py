@@ -9,7 +9,7 @@ import msgspec
 from batchgen.outputs import Group, Sample
 from batchgen.sampling_params import SamplingParams
 from rollout import limits
-from rollout.batches import ChatMessage, encode_ids
+from rollout.batches import ChatMessage, encode_ids, encode_params
 from rollout.client_core import OpenRequest
 from rollout.errors import ProtocolError
 from rollout.results import Finished, Progress
@@ -33,8 +33,16 @@ class Call:
         self._num_samples = num_samples
         self._num_finished = 0
         self._progress = progress
+        self._encoded: dict[int, bytes] = {}
         if not num_prompts:
             self.done.set_result([])
+
+    def encoded(self, params: SamplingParams) -> bytes:
+        """The wire form of one of the call's parameters, made once. ProtocolError."""
+        found = self._encoded.get(id(params))
+        if found is None:
+            found = self._encoded[id(params)] = encode_params(params)
+        return found
 
     def progress(self, request: OpenRequest, index: int, start: int, ids: list[int], logprobs: list[float], text: str) -> None:
         if self.events is not None:

@@ -19,7 +19,6 @@ from batchgen.outputs import Group
 from batchgen.request import seed_base
 from batchgen.sampling_params import SamplingParams
 from rollout import admin_wire, limits, sockets, wire
-from rollout.batches import encode_params
 from rollout.calls import Call, ProgressCallback, Prompt, as_list, check_params, encode_prompt
 from rollout.client_admin import AdminConnection
 from rollout.client_core import ClientCore, OpenRequest
@@ -29,6 +28,8 @@ from rollout.security import ClientKeys
 
 OUTBOX_BYTES = 256 * 1024 * 1024
 ADMIN_TIMEOUT_S = 30.0
+BREATH = 1024
+"""Prompts encoded before the loop gets a turn: a million of them take longer than a heartbeat."""
 RESUMABLE = ("unknown_session", "client_lost")
 """Reasons for a bye after which the client says hello again and submits everything unfinished again."""
 _decoder = wire.HeaderDecoder(wire.ToClient)
@@ -89,7 +90,7 @@ class AsyncRolloutClient:
         self._core = ClientCore()
         self._calls: set[Call] = set()
         self._queries: dict[int, asyncio.Future[bytes]] = {}
-        self._next_request = self._next_query = 0
+        self._next_query = 0
         self._welcome: wire.Welcome | None = None
         self._welcomed = asyncio.Event()
         self._ready = asyncio.Event()
@@ -284,33 +285,41 @@ class AsyncRolloutClient:
         each = check_params(prompts, params)
         await self._wait_for_welcome()
         call = Call(len(prompts), sum(one.n for one in each), progress, events)
-        encoded: dict[int, bytes] = {}
-        bad: list[tuple[OpenRequest, ErrorInfo]] = []
-        for position, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-            error: ErrorInfo | None = None
-            kind: wire.PromptKind = "ids"
-            data = b""
-            try:
-                kind, data = encode_prompt(prompt)
-                if id(wanted) not in encoded:
-                    encoded[id(wanted)] = encode_params(wanted)
-            except ProtocolError as fault:
-                error = fault.info()
-            number, self._next_request = self._next_request, self._next_request + 1
-            request = OpenRequest(
-                request_id=number, label=f"{self.session[:8]}-{number}", kind=kind, prompt=data, params=encoded.get(id(wanted), b""),
-                n=wanted.n, logprobs_mode=wanted.logprobs_mode, seed_base=seed_base(self.seed, str(number), wanted),
-                timeout_s=self._request_timeout_s, stream=tokens, sink=call, position=position,
-            )  # fmt: skip
-            call.requests.append(request)
-            self._core.add(request)
-            if error is not None:
-                bad.append((request, error))
         self._calls.add(call)
-        for request, error in bad:
-            self._core.fail([request], error)
+        first = self._core.reserve(len(prompts))
+        try:
+            for position, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
+                self._add(call, first + position, position, prompt, wanted, tokens)
+                if position % BREATH == BREATH - 1:
+                    self._flush()
+                    await asyncio.sleep(0)
+        except BaseException:
+            self._finish(call)
+            raise
+        finally:
+            self._core.release(first)
         self._flush_soon()
         return call
+
+    def _add(self, call: Call, number: int, position: int, prompt: Prompt, wanted: SamplingParams, tokens: bool) -> None:
+        """Make a request of a prompt; one that cannot be sent ends here, in error samples."""
+        error: ErrorInfo | None = None
+        kind: wire.PromptKind = "ids"
+        data = params = b""
+        try:
+            kind, data = encode_prompt(prompt)
+            params = call.encoded(wanted)
+        except ProtocolError as fault:
+            error = fault.info()
+        request = OpenRequest(
+            request_id=number, label=f"{self.session[:8]}-{number}", kind=kind, prompt=data, params=params, n=wanted.n,
+            logprobs_mode=wanted.logprobs_mode, seed_base=seed_base(self.seed, str(number), wanted), timeout_s=self._request_timeout_s,
+            stream=tokens, sink=call, position=position,
+        )  # fmt: skip
+        call.requests.append(request)
+        self._core.add(request)
+        if error is not None:
+            self._core.fail([request], error)
 
     def _finish(self, call: Call) -> None:
         """The caller has what it wanted, or has gone: whatever is still open is cancelled and forgotten."""

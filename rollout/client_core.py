@@ -63,14 +63,25 @@ class ClientCore:
         self._in_flight = 0
         self._hold_until = 0.0
         self._next_id = 0
+        self._lowest = 0
+        self._reserved: set[int] = set()
+        """First ids of calls that are still adding requests."""
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
+    def reserve(self, count: int) -> int:
+        """The first of `count` ids for a call to add, until it releases them."""
+        first, self._next_id = self._next_id, self._next_id + count
+        self._reserved.add(first)
+        return first
+
+    def release(self, first: int) -> None:
+        self._reserved.discard(first)
+
     def add(self, request: OpenRequest) -> None:
         self._open[request.id] = request
-        self._next_id = request.id + 1
         self._unsent.append(request)
 
     def outgoing(self, now: float) -> list[Frames]:
@@ -217,5 +228,8 @@ class ClientCore:
         return [[wire.encode(wire.Cancel(requests=requests[i : i + step]))] for i in range(0, len(requests), step)]
 
     def _floor(self) -> int:
-        """No id below it is open."""
-        return next(iter(self._open), self._next_id)
+        """No id below it is open or will be."""
+        end = min(self._reserved, default=self._next_id)
+        while self._lowest < end and self._lowest not in self._open:
+            self._lowest += 1
+        return self._lowest

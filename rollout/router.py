@@ -241,8 +241,9 @@ class Router:
     def _retire(self, event: Retired) -> None:
         client = self._clients.get(event.client)
         if client is not None and event.floor > client.floor:
+            passed = range(client.floor, event.floor)
+            client.done.difference_update(passed if len(passed) < len(client.done) else [done for done in client.done if done in passed])
             client.floor = event.floor
-            client.done = {done for done in client.done if done >= event.floor}
 
     def _cancel(self, client: _Client | None, requests: Iterable[int], detail: str) -> None:
         """Queued samples end here; those at nodes come back from there, with the tokens they have."""
