@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from job_fakes import FakeBackend, read_rows, run_job, write_lines
+from rich.console import Console
 
 from rollout.jobs import Job, JobConfig, JobRefused, PlainReporter
 from rollout.jobs import runner as runner_module
+from rollout.jobs.progress import BarReporter
 
 
 def test_every_row_gets_one_result_with_its_id_and_provenance(tmp_path: Path) -> None:
@@ -207,3 +209,11 @@ def test_plain_progress_shows_rows_rate_and_time_left(tmp_path: Path) -> None:
     asyncio.run(Job(config, FakeBackend(), PlainReporter(shown, interval_s=0)).run())
     last = shown.getvalue().splitlines()[-1]
     assert last.startswith("2/2 rows  failed 1  cached 0") and "tok/s" in last and last.endswith("ETA 0 s")
+
+
+def test_a_terminal_gets_a_bar_that_ends_full(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    reporter = BarReporter(Console(file=shown, force_terminal=True, width=200))
+    config = JobConfig(input_path=write_lines(tmp_path / "in.jsonl", "a", "fail", "b"), output_path=tmp_path / "out.jsonl")
+    summary = asyncio.run(Job(config, FakeBackend(), reporter).run())
+    assert summary.rows["total"] == 3 and "3/3" in shown.getvalue() and "failed 1" in shown.getvalue()

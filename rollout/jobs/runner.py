@@ -254,12 +254,13 @@ class Job:
 
     def _finish(self, stopped: JobStopped | None) -> Summary:
         failed_path = sibling(self._config.output_path, "failed.jsonl")
-        failed_path.unlink(missing_ok=True)
-        if self._counters.failed:
-            try:
+        try:
+            if self._counters.failed:
                 replace_file(failed_path, self._failed_inputs())
-            except JobWriteError as error:
-                stopped = stopped or error
+            else:
+                failed_path.unlink(missing_ok=True)
+        except JobWriteError as error:
+            stopped = stopped or error
         status, exit_code = ("interrupted", EXIT_INTERRUPTED) if self._interrupted else ("completed", 0)
         if stopped is not None:
             status, exit_code = stopped.code, stopped.exit_code
