@@ -9,15 +9,15 @@ import typer
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Rollouts and synthetic data from mixture-of-experts models.")
 
 Model = Annotated[Path, typer.Option("--model", help="Folder with config.json, safetensors and tokenizer files.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")]
 KvGb = Annotated[float | None, typer.Option(help="GB for the KV cache.")]
 DeviceGb = Annotated[float | None, typer.Option(help="GB on the device for weights, KV and workspace.")]
-Seqs = Annotated[int, typer.Option(help="Most sequences decoded together.")]
-BatchedTokens = Annotated[int, typer.Option(help="Most tokens in one forward pass.")]
+Seqs = Annotated[int | None, typer.Option(help="Most sequences decoded together.")]
+BatchedTokens = Annotated[int | None, typer.Option(help="Most tokens in one forward pass.")]
 MaxLen = Annotated[int | None, typer.Option(help="Longest prompt + output in tokens. Default: the model's limit.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of each node.")]
-Seed = Annotated[int, typer.Option(help="Run seed of the engine.")]
+Seed = Annotated[int | None, typer.Option(help="Run seed of the engine.")]
 Deterministic = Annotated[bool, typer.Option(help="Bit-identical results whatever the batch mates.")]
 KeyFile = Annotated[Path | None, typer.Option(help="Key file made by `rollout keys`.")]
 
@@ -33,15 +33,15 @@ def serve(
     node_key: Annotated[Path | None, typer.Option(help="Key file with role node, for the nodes started here.")] = None,
     allow_remote: Annotated[bool, typer.Option(help="Listen where other machines can reach; needs --keys.")] = False,
     drain_s: Annotated[float, typer.Option(help="Seconds that running requests get after SIGTERM.")] = 5.0,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    dtype: Dtype = None,
+    device: Device = None,
     kv_gb: KvGb = None,
     device_memory_gb: DeviceGb = None,
-    max_num_seqs: Seqs = 256,
-    max_num_batched_tokens: BatchedTokens = 2048,
+    max_num_seqs: Seqs = None,
+    max_num_batched_tokens: BatchedTokens = None,
     max_model_len: MaxLen = None,
     num_threads: Threads = None,
-    seed: Seed = 0,
+    seed: Seed = None,
     deterministic: Deterministic = False,
 ) -> None:
     """Start the service and its engine nodes on this machine."""
@@ -78,15 +78,15 @@ def node(
     model: Model,
     name: Annotated[str, typer.Option(help="Shown in health. Default: host and process id.")] = "",
     key_file: KeyFile = None,
-    dtype: Dtype = "auto",
-    device: Device = "cpu",
+    dtype: Dtype = None,
+    device: Device = None,
     kv_gb: KvGb = None,
     device_memory_gb: DeviceGb = None,
-    max_num_seqs: Seqs = 256,
-    max_num_batched_tokens: BatchedTokens = 2048,
+    max_num_seqs: Seqs = None,
+    max_num_batched_tokens: BatchedTokens = None,
     max_model_len: MaxLen = None,
     num_threads: Threads = None,
-    seed: Seed = 0,
+    seed: Seed = None,
     deterministic: Deterministic = False,
 ) -> None:
     """Start one more engine that shares the work of a running service."""
@@ -168,10 +168,11 @@ def _check_model(folder: Path) -> None:
 
 
 def _engine(**fields: Any) -> Any:
+    """An EngineConfig; what the user did not say is the engine's default."""
     from batchgen.config import EngineConfig
 
     with _told():
-        return EngineConfig(**fields)
+        return EngineConfig(**{name: value for name, value in fields.items() if value is not None})
 
 
 class _told:

@@ -106,6 +106,11 @@ class EngineThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def num_parts(self) -> int:
+        """Parts with unfinished samples. May be read from any thread."""
+        return len(self._parts)
+
     def step_age_s(self) -> float | None:
         """Seconds since a step ended while there is work; None when idle. May be read from any thread."""
         return time.monotonic() - self._last_step if self._busy else None

@@ -60,7 +60,7 @@ class ServiceLimits:
     max_queued_requests: int = 1 << 20
     """Unfinished requests of all clients together."""
     max_queued_bytes: int = 1 << 30
-    """Prompt bytes of all unfinished requests together."""
+    """Bytes of prompts and parameters of all unfinished requests together."""
     credits: int = 16384
     """Unfinished requests one client may have; told in welcome."""
     outbox_bytes: int = 256 * 1024 * 1024

@@ -29,6 +29,7 @@ from weights_sync import messages as weights
 log = logging.getLogger("rollout.node")
 HELLO_S = 1.0
 """Seconds between hellos while the service does not answer."""
+POLL_S = 0.02
 STOP_S = 10.0
 OUTBOX_BYTES = 1024 * 1024 * 1024
 _decoder = wire.HeaderDecoder(wire.ToNode)
@@ -71,6 +72,9 @@ class Node:
         self._lost_at = 0.0
         self._stats: EngineStats | None = None
         self._ending: asyncio.Future[RolloutError | None]
+        self._channel: sockets.Channel | None = None
+        self._draining = False
+        self._busy_at = 0.0
         self.joined = asyncio.Event()
         """Set while the service has taken this node."""
 
@@ -78,7 +82,11 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._ending = self._loop.create_future()
         self._engine.start()
-        await asyncio.to_thread(self._engine.ready.wait)
+        # Polled, not awaited in a worker thread: a model that loads for minutes must not keep a stopped node alive.
+        while not self._engine.ready.is_set():
+            if self._ending.done():
+                return
+            await asyncio.sleep(POLL_S)
         if self._engine.error is not None:
             raise self._engine.error
         context: zmq.Context[Any] = zmq.Context(io_threads=2)
@@ -91,6 +99,7 @@ class Node:
                 error = await self._ending
             finally:
                 keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
                 self._channel.close()
         finally:
             await asyncio.to_thread(context.term)
@@ -104,8 +113,13 @@ class Node:
         self._end(None, reason)
 
     def drain(self) -> None:
-        """Take no more work but finish what runs."""
-        self._send(wire.Drain())
+        """Take no more work, finish what runs, then leave."""
+        self._draining = True
+        self._busy_at = self._loop.time()
+        if self._joined:
+            self._send(wire.Drain())
+        else:
+            self.stop()
 
     # ---- the service -------------------------------------------------------------------------------------------------------
 
@@ -132,7 +146,15 @@ class Node:
                     self._end(ConnectError(reason), reason)
                     return
                 self._hello()
+            if self._draining and self._idle_since_drain(now):
+                self.stop("the node is drained")
             await asyncio.sleep(HELLO_S)
+
+    def _idle_since_drain(self, now: float) -> bool:
+        """Nothing has run for a while: what the service sent before it read the drain has come and gone."""
+        if self._engine.num_parts:
+            self._busy_at = now
+        return now - self._busy_at > HELLO_S
 
     def _leave(self, why: str) -> None:
         """The service is gone or forgot us: drop its work and join again."""
@@ -144,7 +166,8 @@ class Node:
         self._epoch += 1
         self._session = secrets.token_hex(16)
         self._engine.new_epoch(self._epoch)
-        self._channel.forget(b"")
+        if self._channel is not None:
+            self._channel.forget(b"")
 
     def _receive(self, _: bytes, frames: list[zmq.Frame]) -> None:
         try:
@@ -205,7 +228,7 @@ class Node:
         self._leave(f"the connection is {result}")
 
     def _send(self, message: msgspec.Struct, frames: list[Any] | None = None) -> None:
-        if self._channel.send(b"", [wire.encode(message), *(frames or ())]) == "stuck":
+        if self._channel is not None and self._channel.send(b"", [wire.encode(message), *(frames or ())]) == "stuck":
             self._leave("the service does not read")
 
     # ---- the engine --------------------------------------------------------------------------------------------------------

@@ -36,8 +36,19 @@ async def run_node(config: NodeConfig, factory: EngineFactory, watch_stdin: bool
     """Work until stopped by a signal, by the service or, if asked to watch it, by the end of standard input."""
     loop = asyncio.get_running_loop()
     node = Node(config, factory)
+    asked = False
+
+    def on_signal(name: str) -> None:
+        nonlocal asked
+        if asked or watch_stdin:  # a launcher drains the service itself
+            node.stop(f"the node got {name}")
+        else:
+            log.info("%s: finishing what runs; once more to stop now", name)
+            node.drain()
+        asked = True
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, node.stop, f"the node got {number.name}")
+        loop.add_signal_handler(number, on_signal, number.name)
     if watch_stdin:
         # The launcher holds the other end of this pipe: when it dies, however it dies, the node ends too.
         def on_stdin() -> None:

@@ -66,7 +66,7 @@ class Health(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Can the service do work now?"""
 
     status: str
-    """ok | paused | draining | no_nodes | updating | poisoned"""
+    """ok | paused | draining | no_nodes | updating"""
     message: str
     model: ModelFacts | None
     weights_version: int
@@ -90,7 +90,7 @@ class ServiceStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     open_requests: int
     """Accepted requests with unfinished samples."""
     open_bytes: int
-    """Prompt bytes of open requests."""
+    """Bytes of prompts and parameters of open requests."""
     counters: dict[str, int]
     """Every drop, retry and fallback: name → times."""
 

@@ -207,8 +207,8 @@ class Router:
             return _full("unacknowledged", f"{len(client.done)} finished ids are above the acknowledged floor; send ack with a floor")
         if self.open_requests >= limits.max_queued_requests:
             return _full("queue_full", f"the service holds {self.open_requests} requests, its limit is {limits.max_queued_requests}")
-        if self.open_bytes + len(request.prompt) > limits.max_queued_bytes:
-            return _full("queue_full", f"the service holds {self.open_bytes} prompt bytes, its limit is {limits.max_queued_bytes}")
+        if self.open_bytes + _size(request) > limits.max_queued_bytes:
+            return _full("queue_full", f"the service holds {self.open_bytes} bytes of prompts, its limit is {limits.max_queued_bytes}")
         return None
 
     def _open(self, client: _Client, request: NewRequest, now: float) -> None:
@@ -220,7 +220,7 @@ class Router:
             heapq.heappush(self._due_heap, due)
         self._due[due].add(work)
         self.open_requests += 1
-        self.open_bytes += len(work.prompt)
+        self.open_bytes += _size(work)
         self.counters["accepted_requests"] += 1
         self.counters["accepted_samples"] += work.params.n
         self.queued_works += 1
@@ -234,7 +234,8 @@ class Router:
         if work.id >= client.floor:
             client.done.add(work.id)
         self._due[work.due].discard(work)
-        work_bytes, work.prompt = len(work.prompt), b""
+        work_bytes = _size(work)
+        work.prompt = b""
         self.open_requests -= 1
         self.open_bytes -= work_bytes
 
@@ -438,6 +439,11 @@ class Router:
             work.parts = []
         work.parts.append(part)
         return Order(part.id, work.kind, work.prompt, work.params, work.seed_base, mask, work.stream)
+
+
+def _size(request: NewRequest | _Work) -> int:
+    """Bytes a request holds; parameters shared with others are counted each time, because nobody promises that they are shared."""
+    return len(request.prompt) + len(request.params.encoded)
 
 
 def _full(code: str, message: str) -> ErrorInfo:

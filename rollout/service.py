@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -369,15 +369,23 @@ class Service:
         next_sync = 0.0
         while True:
             await asyncio.sleep(TICK_S)
-            self.route(rt.Tick())
+            self._safely(self.route, rt.Tick())
             if self.now() >= next_sync:
                 next_sync = self.now() + SYNC_TICK_S
-                self._sync_event(sync.Tick())
+                self._safely(self._sync_event, sync.Tick())
             if self._stop_by is not None and (self._router.open_requests == 0 or self.now() >= self._stop_by):
                 self._stopped.set()
 
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.limits.heartbeat_s)
-            self._clients.beat()
-            self._nodes.beat()
+            self._safely(self._clients.beat)
+            self._safely(self._nodes.beat)
+
+    def _safely(self, step: Callable[..., None], *arguments: Any) -> None:
+        """The clock goes on whatever a step meets."""
+        try:
+            step(*arguments)
+        except Exception:
+            self.count("internal_errors")
+            log.exception("a timed step failed inside the service")

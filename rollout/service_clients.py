@@ -33,6 +33,7 @@ from rollout.sockets import SendResult
 
 log = logging.getLogger("rollout.service")
 PARAMS_CACHE = 4096
+PARAMS_CACHE_BYTES = 4096
 
 
 class Hub(Protocol):
@@ -174,9 +175,10 @@ class ClientDesk:
             except ProtocolError as error:
                 return error.info()
             known = ParamsRef(encoded, params.n, params.logprobs_mode)
-            if len(self._params) >= PARAMS_CACHE:
-                self._params.clear()
-            self._params[encoded] = known
+            if len(encoded) <= PARAMS_CACHE_BYTES:
+                if len(self._params) >= PARAMS_CACHE:
+                    self._params.clear()
+                self._params[encoded] = known
         return known
 
     def _refuse(self, session: Session, ids: list[int], error: ErrorInfo) -> None:

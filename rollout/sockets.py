@@ -20,7 +20,8 @@ from rollout.security import ClientKeys, ServerKeys
 
 SEND_HWM = 64
 """Messages libzmq may hold per peer; bytes are bounded by the outbox."""
-RECV_HWM = 256
+RECV_HWM = 16
+"""Messages libzmq may read ahead of us per peer; each frame may have limits.MAX_ITEM_BYTES."""
 RETRY_S = 0.005
 """A ROUTER cannot tell when a full peer has room again: try this often."""
 BATCH = 256

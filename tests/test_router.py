@@ -231,7 +231,7 @@ def test_nothing_is_assigned_while_held_or_to_nodes_set_aside_or_draining(router
     [
         ({"credits": 2}, "credits"),
         ({"max_queued_requests": 2}, "queue_full"),
-        ({"max_queued_bytes": 8}, "queue_full"),
+        ({"max_queued_bytes": 10}, "queue_full"),
     ],
 )
 def test_requests_over_a_limit_are_rejected_with_advice_to_retry(limits, code):

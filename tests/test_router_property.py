@@ -178,7 +178,7 @@ class RouterWalk(RuleBasedStateMachine):
     def counts_agree(self):
         open_now = sum(self.finished(client, number) < n for (client, number), n in self.expected.items())
         assert self.router.open_requests == open_now
-        assert self.router.open_bytes == 4 * open_now
+        assert self.router.open_bytes == 5 * open_now
         assert all(self.router.outstanding(node) >= 0 for node in self.nodes)
 
     def teardown(self):

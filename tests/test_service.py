@@ -340,16 +340,18 @@ async def test_shutdown_finishes_what_runs_and_refuses_what_is_new():
 
 
 @in_loop
-async def test_a_draining_node_finishes_and_gets_no_more():
-    async with running(slow(), slow()) as (one, client):
-        first = [await client.submit([1], SamplingParams(max_tokens=30)) for _ in range(8)]
-        async with node(one, slow(), name="leaver") as leaver:
-            leaver.drain()
-            await asyncio.sleep(0.05)
-            await client.generate([[1]] * 30, SamplingParams(max_tokens=2))
-            assert next(each for each in one.health().nodes if each.name == "leaver").outstanding == 0
-        for handle in first:
-            await handle.result(5)
+async def test_a_draining_node_finishes_what_it_has_gets_no_more_and_leaves():
+    engine = FakeEngine(step_s=0.01, tokens_per_step=1)
+    async with running(slow()) as (one, client), node(one, lambda: engine, name="leaver") as leaver:
+        work = asyncio.create_task(client.generate([[k] for k in range(20)], SamplingParams(max_tokens=40)))
+        await until(lambda: engine.submitted)
+        leaver.drain()
+        await until(lambda: all(each.name != "leaver" for each in one.health().nodes))
+        had = len(engine.submitted)
+        await client.generate([[k] for k in range(20)], SamplingParams(max_tokens=2))
+        assert len(engine.submitted) == had
+        assert all(group.samples[0].finish_reason == "length" for group in await work)
+        assert "requeued_samples" not in one.stats().counters
 
 
 @in_loop

@@ -112,6 +112,27 @@ async def test_a_node_ends_when_its_launcher_is_killed():
     await until(lambda: not _alive(node), "the node ended")
 
 
+@pytest.mark.fault
+@in_loop
+async def test_a_node_stopped_while_its_model_loads_ends_at_once():
+    script = "\n".join(
+        [
+            "import sys, time",
+            "from rollout.node import NodeConfig",
+            "from rollout.node_main import run",
+            "print('loading', flush=True)",
+            "sys.exit(run(NodeConfig(url='tcp://127.0.0.1:9'), lambda: time.sleep(600)))",
+        ]
+    )
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    assert child.stdout is not None
+    await child.stdout.readline()
+    await asyncio.sleep(0.3)
+    child.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(5):
+        assert await child.wait() == 0
+
+
 def _children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
