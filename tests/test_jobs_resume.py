@@ -75,6 +75,33 @@ def test_a_torn_last_line_is_dropped_and_its_row_done_again(tmp_path: Path) -> N
     assert output.read_bytes() == whole
 
 
+def test_wherever_the_file_is_cut_its_whole_lines_survive_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_job(write_lines(tmp_path / "in.jsonl", "a", "fail", b"{"), tmp_path / "out.jsonl")
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    monkeypatch.setattr("rollout.jobs.journal.os.fsync", lambda fd: None)
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
+    for cut in sorted({*range(0, len(whole), 5), *(end + shift for end in ends for shift in (-1, 0, 1) if end + shift <= len(whole))}):
+        path = tmp_path / "cut.jsonl"
+        path.write_bytes(whole[:cut])
+        journal = Journal(path, 3)
+        assert len(list(journal.open())) == journal.num_done == whole[:cut].count(b"\n")
+        journal.close()
+        assert path.read_bytes() == whole[: whole.rfind(b"\n", 0, cut) + 1] and journal.dropped_bytes == cut - path.stat().st_size
+
+
+def test_what_a_crash_while_sorting_left_behind_is_replaced(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", "a", "b")
+    run_job(source, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl.tmp").write_bytes(before[:50])
+    summary = run_job(source, tmp_path / "out.jsonl", sort=True)
+    assert summary.rows["cached"] == 2 and sorted(path.name for path in tmp_path.iterdir()) == [
+        "in.jsonl",
+        "out.jsonl",
+        "out.manifest.json",
+    ]
+
+
 def test_a_foreign_or_repeated_line_in_the_output_is_refused(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", "a", "b")
     output = tmp_path / "out.jsonl"

@@ -159,7 +159,7 @@ class Journal:
 
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
     """Write a file so that a crash leaves the old or the new one, never a part. Raises JobWriteError."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         try:
             with temporary.open("wb") as file:
