@@ -9,11 +9,13 @@ Shapes: T tokens, D inputs, N outputs, G weight matrices of one block.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from batchgen.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +64,18 @@ class Arithmetic:
             return F.linear(x_TD, self.widen(weight_ND), bias_N)
         y_TN = torch.cat([F.linear(x_TD, self.widen(block)) for block in torch.split(weight_ND, rows)], dim=-1)
         return y_TN if bias_N is None else y_TN + bias_N
+
+    def check_invariance(self, weights: Iterable[Tensor]) -> None:
+        """ModelError unless a row of a tile has the same product wherever in the tile it stands, for every shape among `weights`; a
+        property of the matrix library and the processor that no specification promises."""
+        for weight_ND in {weight.shape: weight for weight in weights}.values():
+            generator = torch.Generator().manual_seed(0)
+            x_D = torch.randn(weight_ND.shape[1], generator=generator).to(self.device, self.compute_dtype)
+            y_TN = self.linear(x_D.expand(TILE_ROWS, -1).contiguous(), weight_ND)
+            if not torch.equal(y_TN, y_TN[:1].expand_as(y_TN)):
+                raise ModelError(
+                    f"products with a {list(weight_ND.shape)} matrix depend on the row on this device; load without deterministic=True"
+                )
 
     def pad_rows(self, num_rows: int) -> int:
         """Rows to allocate for `num_rows`: whole tiles in batch-invariant mode."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 from tiny_models import Runner, tiny_moe
 
+from batchgen.arithmetic import Arithmetic
+from batchgen.errors import ModelError
 from batchgen.models.registry import load_model
 
 TOKENS = [random.Random(3).randrange(256) for _ in range(70)]
@@ -59,6 +61,14 @@ def test_decode_beside_a_prefill_is_bitwise_the_same(loaded):
     rows.append(runner.step({0: TOKENS[40:41], 1: OTHERS[8], 2: OTHERS[5]})[0])
     rows.append(runner.step({0: TOKENS[41:48], 1: [7]})[0])
     assert torch.equal(torch.cat(rows), whole(loaded(True))[:48])
+
+
+def test_a_matrix_library_that_depends_on_the_row_is_found_out(monkeypatch):
+    arithmetic = Arithmetic(storage_dtype=torch.float32, device=torch.device("cpu"), deterministic=True)
+    arithmetic.check_invariance([torch.ones(6, 8), torch.ones(7, 8)])
+    monkeypatch.setattr(arithmetic, "linear", lambda x, weight: x @ weight.T + torch.arange(len(x))[:, None] * 1e-6)
+    with pytest.raises(ModelError, match=r"\[6, 8\].*deterministic"):
+        arithmetic.check_invariance([torch.ones(6, 8)])
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])

@@ -98,6 +98,14 @@ class DecoderLayer:
         logits_TE = self.arithmetic.linear(normed_TD, self.router_ED)
         return x_TD, normed_TD, *route(logits_TE, self.config.num_experts_per_tok, self.config.norm_topk_prob)
 
+    def matrices(self) -> list[Tensor]:
+        """Right operands of this layer's products, one expert for all."""
+        matrices = [self.qkv_XD, self.o_DX]
+        if isinstance(self.mlp, DenseMLP):
+            return [*matrices, self.mlp.gate_up_FD, self.mlp.down_DF]
+        assert self.router_ED is not None
+        return [*matrices, self.router_ED, self.mlp.gate_up_EFD[0], self.mlp.down_EDF[0]]
+
     def slots(self) -> list[Slot]:
         """Hugging Face names of this layer's parameters."""
         c, layer = self.config, f"model.layers.{self.index}"
@@ -168,6 +176,10 @@ class Qwen3Moe:
     def _head(self, x_MD: Tensor) -> tuple[Tensor, ...]:
         normed_MD = rms_norm(x_MD, self.norm_D, self.config.rms_norm_eps)
         return (self.arithmetic.linear(normed_MD, self.head_VD).float(),)
+
+    def matrices(self) -> list[Tensor]:
+        """Right operands of all products."""
+        return [self.head_VD, *(matrix for layer in self.layers for matrix in layer.matrices())]
 
     def slots(self) -> list[Slot]:
         """Every parameter under its Hugging Face name."""

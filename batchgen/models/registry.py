@@ -50,7 +50,10 @@ def load_model(folder: str, dtype: str, device: str | torch.device, deterministi
     checkpoint = Checkpoint(folder)
     config = read_model_config(checkpoint)
     storage_dtype = choose_dtype(dtype, config, device)
-    model = FAMILIES[config.architecture][1](config, Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic))
+    arithmetic = Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
+    model = FAMILIES[config.architecture][1](config, arithmetic)
     store = WeightStore(WeightTable(model.slots()))
     load_weights(checkpoint, store.table)
+    if deterministic:
+        arithmetic.check_invariance(model.matrices())
     return LoadedModel(model=model, config=config, store=store, dtype=storage_dtype, device=device, fingerprint=checkpoint.fingerprint())
