@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import WeightUpdateError
+from batchgen.huge_pages import advise_huge_pages
 
 MAX_NAMES_SHOWN = 8
 
@@ -118,7 +119,9 @@ class WeightStage(WeightFill):
 
     def __init__(self, store: "WeightStore", version: int):
         live = {flat.data_ptr(): flat for flat in store.table.storages()}
-        self._pairs: dict[int, tuple[Tensor, Tensor]] = {ptr: (flat, torch.empty_like(flat)) for ptr, flat in live.items()}
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {
+            ptr: (flat, advise_huge_pages(torch.empty_like(flat))) for ptr, flat in live.items()
+        }
         super().__init__(store.table, self._staged)
         self._store = store
         self.version = version
