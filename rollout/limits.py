@@ -76,7 +76,7 @@ class ServiceLimits:
     engine_stall_s: float = 180.0
     """A node whose engine has work but finished no step for this long is lost as well."""
     no_node_grace_s: float = 60.0
-    """Requests wait this long for a new node after the last one was lost, then end in the error no_nodes."""
+    """Requests wait this long for a node after the last serving one was lost or set aside, then end in the error no_nodes."""
     default_timeout_s: float = 3600.0
     """Deadline of a request that names none, from its acceptance."""
     admin_call_s: float = 600.0

@@ -124,7 +124,9 @@ class Router:
         self._due: dict[int, set[_Work]] = {}
         self._due_heap: list[int] = []
         self._next_part = 0
+        self._served = False
         self._no_nodes_since: float | None = None
+        """When the last serving node was lost or set aside."""
         self._actions: list[Action] = []
         self._deliveries: dict[str, list[tuple[ResultItem, Any]]] = {}
 
@@ -154,14 +156,16 @@ class Router:
                 if event.node in self._nodes:
                     self._nodes[event.node].draining = True
             case NodeLost():
-                self._node_lost(event, now)
+                self._node_lost(event)
             case AbortedAll():
                 for client in self._clients.values():
                     self._cancel(client, list(client.works), "abort_all")
             case Hold():
                 self._held = event.on
         if any(node.serving for node in self._nodes.values()):
-            self._no_nodes_since = None
+            self._served, self._no_nodes_since = True, None
+        elif self._served:
+            self._served, self._no_nodes_since = False, now
         if self._line and not self._held:
             self._dispatch()
         actions = self._actions + [Deliver(key, items) for key, items in self._deliveries.items()]
@@ -321,13 +325,11 @@ class Router:
                 item.request = work.id
                 self._deliveries.setdefault(work.client.key, []).append((item, body))
 
-    def _node_lost(self, event: NodeLost, now: float) -> None:
+    def _node_lost(self, event: NodeLost) -> None:
         node = self._nodes.pop(event.node, None)
         if node is None:
             return
         self.counters["lost_nodes"] += 1
-        if not any(other.serving for other in self._nodes.values()):
-            self._no_nodes_since = now
         for part in list(node.parts.values()):
             work = part.work
             self._forget_part(part)

@@ -171,6 +171,13 @@ def test_without_any_node_left_requests_end_after_the_grace_time(router):
     assert delivered(router.handle(Tick(), 11.5)) == [(0, 0, "error", "no_nodes"), (0, 1, "error", "no_nodes")]
 
 
+def test_nodes_that_are_all_set_aside_count_as_none(router):
+    joined(router, "a")
+    router.handle(NodeServing("a", False), 1.0)
+    router.handle(Submitted("c", [request(0), request(1)]), 1.0)
+    assert delivered(router.handle(Tick(), 11.5)) == [(0, 0, "error", "no_nodes"), (1, 0, "error", "no_nodes")]
+
+
 def test_cancelling_ends_queued_samples_here_and_running_ones_at_their_node(router):
     joined(router, "a", window=8)
     actions = router.handle(Submitted("c", [request(0, n=8), request(1, n=2)]), 0.0)

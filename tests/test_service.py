@@ -332,6 +332,7 @@ async def test_unreadable_admin_messages_are_answered_and_the_service_goes_on():
 async def test_shutdown_finishes_what_runs_and_refuses_what_is_new():
     async with running(slow()) as (one, client):
         handle = await client.submit([1], SamplingParams(max_tokens=20))
+        await until(lambda: one.stats().open_requests == 1)
         await client.shutdown(drain_s=5)
         (late,) = await client.generate([[2]], SamplingParams(max_tokens=2))
         assert late.samples[0].error.code == "draining"
