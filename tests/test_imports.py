@@ -63,6 +63,7 @@ PUBLIC = {
         "EmbeddedBackend",
         "Job",
         "JobConfig",
+        "JobInterrupted",
         "JobRefused",
         "JobStopped",
         "JobWriteError",

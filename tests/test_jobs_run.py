@@ -9,7 +9,8 @@ import pytest
 from job_fakes import FakeBackend, read_rows, run_job, write_lines
 from rich.console import Console
 
-from rollout.jobs import Job, JobConfig, JobRefused, PlainReporter
+from batchgen.events import ModelFacts
+from rollout.jobs import Job, JobConfig, JobInterrupted, JobRefused, PlainReporter
 from rollout.jobs import runner as runner_module
 from rollout.jobs.progress import BarReporter
 
@@ -184,13 +185,32 @@ def test_interrupting_keeps_finished_rows_and_the_next_run_goes_on(tmp_path: Pat
     assert not (tmp_path / "out.lock").exists()
 
 
-def test_an_input_that_changes_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupting_while_the_backend_starts_does_not_wait_for_it(tmp_path: Path) -> None:
+    class Slow(FakeBackend):
+        async def start(self) -> ModelFacts:
+            await asyncio.sleep(3600)
+            return self.facts
+
+    async def interrupted() -> None:
+        config = JobConfig(input_path=write_lines(tmp_path / "in.jsonl", "a"), output_path=tmp_path / "out.jsonl")
+        job = Job(config, backend, PlainReporter(io.StringIO()))
+        asyncio.get_running_loop().call_later(0.05, job.interrupt)
+        await job.run()
+
+    backend = Slow()
+    with pytest.raises(JobInterrupted, match="before the first row"):
+        asyncio.run(interrupted())
+    assert backend.closed and sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("now", [["a", "c"], ["a", "b", "c", "d"], ["a"]])
+def test_an_input_that_changes_meanwhile_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: list[str]) -> None:
     source = write_lines(tmp_path / "in.jsonl", "a", "b")
     original = runner_module.write_manifest
 
     def write_then_edit(*arguments: object) -> None:
         original(*arguments)  # type: ignore[arg-type]
-        write_lines(source, "a", "c")
+        write_lines(source, *now)
 
     monkeypatch.setattr(runner_module, "write_manifest", write_then_edit)
     with pytest.raises(JobRefused, match="changed while the job ran"):

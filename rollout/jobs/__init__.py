@@ -2,7 +2,7 @@
 
 from rollout.jobs.backend import Backend, EmbeddedBackend
 from rollout.jobs.config import JobConfig
-from rollout.jobs.errors import BackendLost, JobRefused, JobStopped, JobWriteError, TooManyFailures
+from rollout.jobs.errors import BackendLost, JobInterrupted, JobRefused, JobStopped, JobWriteError, TooManyFailures
 from rollout.jobs.progress import PlainReporter, Reporter, Summary, default_reporter
 from rollout.jobs.results import ResultRow
 from rollout.jobs.runner import Job
@@ -14,6 +14,7 @@ __all__ = [
     "EmbeddedBackend",
     "Job",
     "JobConfig",
+    "JobInterrupted",
     "JobRefused",
     "JobStopped",
     "JobWriteError",

@@ -38,5 +38,7 @@ class JobWriteError(JobStopped):
     exit_code = 5
 
 
-EXIT_INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM: finished rows are kept, the same command resumes."""
+class JobInterrupted(JobStopped):
+    code = "interrupted"
+    retryable = True
+    exit_code = 130

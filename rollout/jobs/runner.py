@@ -15,7 +15,7 @@ from batchgen.request import seed_base
 from rollout.jobs.backend import Backend
 from rollout.jobs.batch_file import BadRow, BatchFile, Row, check_input, parse_line, with_id
 from rollout.jobs.config import JobConfig
-from rollout.jobs.errors import EXIT_INTERRUPTED, BackendLost, JobRefused, JobStopped, JobWriteError, TooManyFailures
+from rollout.jobs.errors import BackendLost, JobInterrupted, JobRefused, JobStopped, JobWriteError, TooManyFailures
 from rollout.jobs.journal import Journal, replace_file
 from rollout.jobs.progress import Counters, Reporter, Summary, summarise
 from rollout.jobs.results import ResultRow, failed_row, result_row, reused_row
@@ -70,7 +70,7 @@ class Job:
         with locked(config.output_path):
             self._file = BatchFile(config.input_path)
             self._scan = scan(self._file, self._defaults)
-            self._note_scan()
+            self._reporter.note(self._scan.describe(config.input_path, reuse=config.dedupe == "exact"))
             manifest = Manifest(
                 input_digest=self._scan.digest,
                 num_rows=self._scan.num_rows,
@@ -83,7 +83,7 @@ class Job:
             if earlier is not None:
                 check_same(earlier, manifest, config.output_path)
             try:
-                self._facts = await self._backend.start()
+                self._facts = await self._start_backend()
                 _add_model(manifest, self._facts)
                 if earlier is not None:
                     check_same(earlier, manifest, config.output_path)
@@ -92,6 +92,18 @@ class Job:
                 return await self._run_locked()
             finally:
                 await self._backend.close()
+
+    async def _start_backend(self) -> ModelFacts:
+        """Start, unless interrupted first: a service may be without a node for minutes."""
+        starting = asyncio.create_task(self._backend.start())
+        while not starting.done() and not self._interrupted:
+            await asyncio.wait({starting}, timeout=TICK_S)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+        if self._interrupted:
+            raise JobInterrupted("interrupted before the first row; run the same command again")
+        return starting.result()
 
     async def _run_locked(self) -> Summary:
         max_line = int(self._scan.lines[-1])
@@ -123,9 +135,9 @@ class Job:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._interrupted:
-            return
+            raise JobInterrupted("interrupted; finished rows are kept, run the same command again")
         if self._file.digest() != self._scan.digest:
-            raise JobRefused(f"input {self._config.input_path} changed while the job ran; rows may be mismatched, remove the output")
+            raise self._changed()
         if self._config.dedupe == "exact":
             self._reuse_all()
         if self._journal.num_done != self._scan.num_rows or self._counters.done != self._scan.num_rows:
@@ -181,9 +193,14 @@ class Job:
     def _pending(self) -> Iterator[Row | BadRow]:
         """Rows without a result, in file order; copies of an earlier row wait for its result when results are reused."""
         for line, raw in self._file:
+            if line >= len(self._leader):
+                raise self._changed()
             if self._journal.done(line) or (self._config.dedupe == "exact" and self._leader[line] != line):
                 continue
             yield parse_line(line, raw, self._defaults)
+
+    def _changed(self) -> JobRefused:
+        return JobRefused(f"input {self._config.input_path} changed while the job ran; rows may be mismatched, remove the output")
 
     def _begin(self, row: Row) -> None:
         self._samples_in_flight += row.params.n
@@ -249,7 +266,7 @@ class Job:
             if leader != line and not self._journal.done(line):
                 row = parse_line(line, raw, self._defaults)
                 if isinstance(row, BadRow):
-                    raise JobRefused(f"input {self._config.input_path} changed while the job ran; remove the output")
+                    raise self._changed()
                 self._write(reused_row(row, self._journal.row(leader)))
 
     def _finish(self, stopped: JobStopped | None) -> Summary:
@@ -261,13 +278,10 @@ class Job:
                 failed_path.unlink(missing_ok=True)
         except JobWriteError as error:
             stopped = stopped or error
-        status, exit_code = ("interrupted", EXIT_INTERRUPTED) if self._interrupted else ("completed", 0)
-        if stopped is not None:
-            status, exit_code = stopped.code, stopped.exit_code
         return summarise(
             self._counters,
-            status=status,
-            exit_code=exit_code,
+            status="completed" if stopped is None else stopped.code,
+            exit_code=0 if stopped is None else stopped.exit_code,
             message=None if stopped is None else str(stopped),
             output=str(self._config.output_path),
             failed_output=str(failed_path) if failed_path.exists() else None,
@@ -277,19 +291,8 @@ class Job:
     def _failed_inputs(self) -> Iterator[bytes]:
         """Input lines of failed rows with their ids written in; over-long lines are left out."""
         for line, raw in self._file:
-            if raw is not None and self._failed_lines[line]:
+            if raw is not None and line < len(self._failed_lines) and self._failed_lines[line]:
                 yield with_id(raw, parse_line(line, raw, self._defaults).custom_id) + b"\n"
-
-    def _note_scan(self) -> None:
-        found = self._scan
-        note = f"{found.num_rows} rows in {self._config.input_path}"
-        if found.num_bad:
-            note += f", {found.num_bad} of them cannot be requests and become error rows"
-        if found.num_duplicates:
-            pairs = ", ".join(f"{later} = {first}" for first, later in found.examples())
-            what = "share a result" if self._config.dedupe == "exact" else "are generated again; --dedupe exact reuses results"
-            note += f"; {found.num_duplicates} repeat an earlier row's prompt and sampling (lines {pairs}) and {what}"
-        self._reporter.note(note)
 
 
 def _add_model(manifest: Manifest, facts: ModelFacts) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from array import array
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,17 @@ class Scan:
         """Some (earlier line, later line) pairs of duplicates."""
         copies = np.flatnonzero(self.leader != self.lines)[:limit]
         return [(int(self.leader[i]), int(self.lines[i])) for i in copies]
+
+    def describe(self, path: Path, *, reuse: bool) -> str:
+        """What a user should know before the work begins."""
+        note = f"{self.num_rows} rows in {path}"
+        if self.num_bad:
+            note += f", {self.num_bad} of them cannot be requests and become error rows"
+        if self.num_duplicates:
+            pairs = ", ".join(f"{later} = {first}" for first, later in self.examples())
+            what = "share a result" if reuse else "are generated again; --dedupe exact reuses results"
+            note += f"; {self.num_duplicates} repeat an earlier row's prompt and sampling (lines {pairs}) and {what}"
+        return note
 
 
 def scan(file: BatchFile, defaults: dict[str, Any]) -> Scan:
