@@ -1,7 +1,8 @@
 """Side by side on this machine's CPU: batchgen and vLLM's CPU build. In: options. Out: a table and, last, one JSON line.
 
 Both engines live in one run, warm, and take turns, so that only the ratio has to be trusted. Prompts are new in every round (no
-prefix cache can help), EOS is ignored, temperature is 1, and every sampled token comes with its logprob. vLLM needs its own venv:
+prefix cache can help), EOS is ignored, temperature is 1, and every sampled token comes with its logprob. Processor seconds are
+given beside the wall-clock: on a busy machine they are the steadier of the two. vLLM needs its own venv:
 
     python -m venv /tmp/vllm-cpu-venv
     /tmp/vllm-cpu-venv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
@@ -27,13 +28,15 @@ from typing import Any, Protocol
 from workloads import MODELS, SHAPES, workload, write_model
 
 Batch = tuple[list[list[int]], list[int]]
+Taken = tuple[float, float]
+"""Wall-clock seconds from handing over a batch to having it all, and processor seconds of all threads of the engine."""
 
 
 class Peer(Protocol):
     """An engine under test."""
 
-    def run(self, batch: Batch) -> float:
-        """Generate the whole batch; seconds from handing it over to having it all."""
+    def run(self, batch: Batch) -> Taken:
+        """Generate the whole batch."""
         ...
 
     def close(self) -> None: ...
@@ -47,17 +50,17 @@ class BatchGen:
 
         self._llm = LLM(str(model), dtype=dtype, max_model_len=max_model_len, num_threads=num_threads)
 
-    def run(self, batch: Batch) -> float:
+    def run(self, batch: Batch) -> Taken:
         from batchgen import SamplingParams
 
         prompts, lengths = batch
         params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         groups = self._llm.generate(prompts, params)
-        seconds = time.perf_counter() - start
+        taken = time.perf_counter() - start, time.process_time() - cpu_start
         samples = [group.samples[0] for group in groups]
         check("batchgen", lengths, [len(s.token_ids) for s in samples], [len(s.logprobs) for s in samples])
-        return seconds
+        return taken
 
     def close(self) -> None:
         del self._llm
@@ -96,13 +99,13 @@ class Vllm:
         )
         self._reply()
 
-    def run(self, batch: Batch) -> float:
+    def run(self, batch: Batch) -> Taken:
         prompts, lengths = batch
         assert self._process.stdin is not None
         print(json.dumps({"prompts": prompts, "lengths": lengths}), file=self._process.stdin, flush=True)
         reply = self._reply()
         check("vllm", lengths, reply["num_tokens"], reply["num_logprobs"])
-        return reply["seconds"]
+        return reply["seconds"], reply["cpu_seconds"]
 
     def close(self) -> None:
         self._process.kill()
@@ -130,11 +133,11 @@ class Transformers:
         torch.set_num_threads(num_threads)
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
 
-    def run(self, batch: Batch) -> float:
+    def run(self, batch: Batch) -> Taken:
         import torch
 
         prompts, lengths = batch
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         with torch.inference_mode():
             output = self._model.generate(
                 torch.tensor(prompts),
@@ -149,9 +152,9 @@ class Transformers:
                 return_dict_in_generate=True,
             )
             logprobs = self._model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-        seconds = time.perf_counter() - start
+        taken = time.perf_counter() - start, time.process_time() - cpu_start
         check("transformers", lengths, [output.sequences.shape[1] - len(prompts[0])] * len(prompts), [logprobs.shape[1]] * len(prompts))
-        return seconds
+        return taken
 
     def close(self) -> None:
         del self._model
@@ -163,18 +166,19 @@ def check(name: str, lengths: list[int], num_tokens: list[int], num_logprobs: li
         raise SystemExit(f"{name} did not give {sum(lengths)} tokens with logprobs but {sum(num_tokens)} and {sum(num_logprobs)}")
 
 
-def measure(peers: dict[str, Peer], name: str, vocab_size: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each engine per round; one warm-up round first, and the order turns around from round to round."""
-    seconds: dict[str, list[float]] = {peer: [] for peer in peers}
+def measure(peers: dict[str, Peer], name: str, vocab_size: int, rounds: int) -> dict[str, list[Taken]]:
+    """What each engine took per round; one warm-up round first, and the order turns around from round to round."""
+    result: dict[str, list[Taken]] = {peer: [] for peer in peers}
     for number in range(rounds + 1):
         batch = workload(name, vocab_size, seed=number)
         order = list(peers) if number % 2 else list(reversed(peers))
         for peer in order:
             taken = peers[peer].run(batch)
-            print(f"  round {number} {peer:12} {taken:8.2f} s{'  (warm-up)' if number == 0 else ''}", file=sys.stderr, flush=True)
+            note = "  (warm-up)" if number == 0 else ""
+            print(f"  round {number} {peer:12} {taken[0]:8.2f} s, {taken[1]:8.2f} s of processor{note}", file=sys.stderr, flush=True)
             if number:
-                seconds[peer].append(taken)
-    return seconds
+                result[peer].append(taken)
+    return result
 
 
 def cpu_name() -> str:
@@ -222,24 +226,24 @@ def main() -> None:
             else:
                 peers[engine] = Transformers(model, dtype, options.threads)
         try:
-            seconds = measure(peers, options.workload, vocab_size, options.rounds)
+            result = measure(peers, options.workload, vocab_size, options.rounds)
         finally:
             for peer in peers.values():
                 peer.close()
-        base = statistics.median(seconds["vllm"]) if "vllm" in seconds else None
-        for engine, taken in seconds.items():
-            median = statistics.median(taken)
-            rate = num_sequences * num_output / median
-            ratio = base / median if base else None
-            results.append({"dtype": dtype, "engine": engine, "seconds": taken, "output_tok_s": rate, "times_vllm": ratio})
+        base = statistics.median([wall for wall, _ in result["vllm"]]) if "vllm" in result else None
+        for engine, taken in result.items():
+            walls, cpus = [wall for wall, _ in taken], [cpu for _, cpu in taken]
+            median = statistics.median(walls)
+            row = {"dtype": dtype, "engine": engine, "seconds": walls, "cpu_seconds": cpus}
+            results.append(row | {"output_tok_s": num_sequences * num_output / median, "times_vllm": base / median if base else None})
 
     print(f"\n{cpu_name()}, {options.threads} threads; {options.workload}: {num_sequences} sequences, {num_prompt} in, {num_output} out")
-    print(f"{'dtype':10}{'engine':14}{'median s':>10}{'best s':>10}{'output tok/s':>14}{'x vLLM':>9}")
+    print(f"{'dtype':10}{'engine':14}{'median s':>10}{'best s':>10}{'cpu s':>10}{'output tok/s':>14}{'x vLLM':>9}")
     for row in results:
         ratio = f"{row['times_vllm']:.2f}" if row["times_vllm"] else "-"
         print(
             f"{row['dtype']:10}{row['engine']:14}{statistics.median(row['seconds']):10.2f}{min(row['seconds']):10.2f}"
-            f"{row['output_tok_s']:14.0f}{ratio:>9}"
+            f"{statistics.median(row['cpu_seconds']):10.2f}{row['output_tok_s']:14.0f}{ratio:>9}"
         )
     summary = {"benchmark": "cpu_vs_vllm", "workload": options.workload, "cpu": cpu_name(), "threads": options.threads}
     print(json.dumps(summary | {"load_before": load, "results": results}))

@@ -28,12 +28,13 @@ for line in sys.stdin:
     batch = json.loads(line)
     params = [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False) for n in batch["lengths"]]
     prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     samples = [output.outputs[0] for output in outputs]
     reply = {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "num_tokens": [len(sample.token_ids) for sample in samples],
         "num_logprobs": [len(sample.logprobs) for sample in samples],
     }
