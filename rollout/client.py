@@ -6,6 +6,7 @@ RolloutClient (client_sync.py) is the same client on a background thread.
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -22,17 +23,15 @@ from rollout import admin_wire, limits, sockets, wire
 from rollout.calls import Call, ProgressCallback, Prompt, as_list, check_params, encode_prompt
 from rollout.client_admin import AdminConnection
 from rollout.client_core import ClientCore, OpenRequest
+from rollout.client_link import Link
 from rollout.errors import ClosedError, ConnectError, DeadlineError, ProtocolError, RolloutError, ServiceLostError
 from rollout.results import Finished, Health, Progress, ServiceStats
 from rollout.security import ClientKeys
 
-OUTBOX_BYTES = 256 * 1024 * 1024
 ADMIN_TIMEOUT_S = 30.0
+WAIT_SLICE_S = 1.0
 BREATH = 1024
 """Prompts encoded before the loop gets a turn: a million of them take longer than a heartbeat."""
-RESUMABLE = ("unknown_session", "client_lost")
-"""Reasons for a bye after which the client says hello again and submits everything unfinished again."""
-_decoder = wire.HeaderDecoder(wire.ToClient)
 _health = msgspec.msgpack.Decoder(Health)
 _stats = msgspec.msgpack.Decoder(ServiceStats)
 
@@ -91,15 +90,9 @@ class AsyncRolloutClient:
         self._calls: set[Call] = set()
         self._queries: dict[int, asyncio.Future[bytes]] = {}
         self._next_query = 0
-        self._welcome: wire.Welcome | None = None
-        self._welcomed = asyncio.Event()
         self._ready = asyncio.Event()
-        self._fault: RolloutError | None = None
-        self._greeting = False
-        self._heard_at = 0.0
         self._admin: AdminConnection | None = None
-        self._channel: sockets.Channel | None = None
-        self._closed = False
+        self._link: Link | None = None
         self._flush_due: asyncio.Handle | None = None
 
     # ---- life ----------------------------------------------------------------------------------------------------------------
@@ -114,46 +107,44 @@ class AsyncRolloutClient:
     async def connect(self) -> None:
         """Say hello and wait for the welcome. ConnectError after connect_timeout_s or when refused; BadAddressError."""
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._link = Link(self, self.url, self._keys, self.session, self._name, self._service_timeout_s)
         try:
-            socket = sockets.dealer(self._context, self.url, keys=self._keys)
-        except RolloutError:
-            self._context.term()
-            raise
-        self._channel = sockets.Channel(socket, outbox_bytes=OUTBOX_BYTES, on_message=self._receive, on_trouble=self._trouble)
-        self._heard_at = self._loop.time()
-        self._hello()
-        self._keeper = asyncio.create_task(self._keep())
-        try:
-            await self._wait_for_welcome()
+            await self._wait_until_up()
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
         """Leave: the service drops this client's unfinished requests; calls that wait raise ClosedError."""
-        channel = self._channel
-        if self._closed or channel is None:
+        link = self._link
+        if link is None or link.closed:
             return
-        self._send(wire.Bye(error=ErrorInfo(code="client_left", message="the client was closed")))
-        self._closed = True
-        self._fail_calls(ClosedError("the client was closed while a call waited"))
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, return_exceptions=True)
+        link.say_bye()
+        self.on_lost(ClosedError("the client was closed while a call waited"))
         if self._admin is not None:
             self._admin.close()
-        channel.close()
-        await asyncio.to_thread(self._context.term)
+        await link.close()
+
+    @property
+    def _up(self) -> Link:
+        """The link. ClosedError before connect."""
+        if self._link is None:
+            raise ClosedError("the client is not connected; use `async with`")
+        return self._link
+
+    async def _wait_until_up(self) -> None:
+        await self._up.wait(self._connect_timeout_s)
 
     async def wait_ready(self, timeout_s: float = 120.0) -> ModelFacts:
-        """Wait until the service has a node; returns the model's facts. DeadlineError."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            raise DeadlineError(f"no node joined the service at {self.url} within {timeout_s:g} s") from None
-        if self.model is None:
-            raise ServiceLostError("the service went away before a node had joined")
+        """Wait until the service has a node; returns the model's facts. DeadlineError; ConnectError when the service is lost meanwhile."""
+        ends = self._loop.time() + timeout_s
+        while self.model is None:
+            await self._wait_until_up()
+            left = ends - self._loop.time()
+            if left <= 0:
+                raise DeadlineError(f"no node joined the service at {self.url} within {timeout_s:g} s")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), min(left, WAIT_SLICE_S))
         return self.model
 
     # ---- generation ------------------------------------------------------------------------------------------------------------
@@ -219,14 +210,15 @@ class AsyncRolloutClient:
         """A blocking connection to the admin plane for a publisher; belongs to the thread that calls this."""
         from weights_sync.channel import ZmqChannel
 
-        return ZmqChannel(sockets.dealer(self._context, self.admin_url, keys=self._keys))
+        return ZmqChannel(sockets.dealer(self._up.context, self.admin_url, keys=self._keys))
 
     @property
     def admin_url(self) -> str:
         """Given, or learned from the service. ConnectError when it is neither."""
         if self._admin_url is not None:
             return self._admin_url
-        port = self._welcome.admin_port if self._welcome is not None else 0
+        welcome = self._link.welcome if self._link is not None else None
+        port = welcome.admin_port if welcome is not None else 0
         host = urlsplit(self.url).hostname
         if not port or not host:
             raise ConnectError(f"the admin address of {self.url} is not known; pass admin_url=")
@@ -256,17 +248,17 @@ class AsyncRolloutClient:
         return stats
 
     async def _admin_call(self, message: Any) -> None:
-        await self._wait_for_welcome()
+        await self._wait_until_up()
         if self._admin is None:
-            self._admin = AdminConnection(self._context, self.admin_url, self._keys)
+            self._admin = AdminConnection(self._up.context, self.admin_url, self._keys)
         await self._admin.call(message, ADMIN_TIMEOUT_S)
 
     async def _query(self, what: Literal["health", "stats"], timeout_s: float) -> bytes:
-        await self._wait_for_welcome()
+        await self._wait_until_up()
         number, self._next_query = self._next_query, self._next_query + 1
         future: asyncio.Future[bytes] = self._loop.create_future()
         self._queries[number] = future
-        self._send(wire.Query(call=number, what=what))
+        self._up.send(wire.Query(call=number, what=what))
         try:
             async with asyncio.timeout(timeout_s):
                 return await future
@@ -283,7 +275,7 @@ class AsyncRolloutClient:
     ) -> Call:  # fmt: skip
         prompts = as_list(prompts)
         each = check_params(prompts, params)
-        await self._wait_for_welcome()
+        await self._wait_until_up()
         call = Call(len(prompts), sum(one.n for one in each), progress, events)
         self._calls.add(call)
         first = self._core.reserve(len(prompts))
@@ -330,9 +322,38 @@ class AsyncRolloutClient:
 
     def _cancel(self, call: Call) -> None:
         for frames in self._core.cancel(request.id for request in call.requests):
-            self._send_frames(frames)
+            self._up.send_frames(frames)
 
-    def _fail_calls(self, error: RolloutError) -> None:
+    # ---- what the link tells ---------------------------------------------------------------------------------------------------
+
+    def on_welcome(self, message: wire.Welcome, fresh: bool) -> None:
+        """The service knows us: send what is open."""
+        self.weights_version = message.weights_version
+        if message.model is not None:
+            self.model = message.model
+            self._ready.set()
+        for frames in self._core.welcome(message, fresh):
+            self._up.send_frames(frames)
+        self._flush()
+
+    def on_message(self, message: Any, frames: list[zmq.Frame]) -> None:
+        """Hand a message to whoever waits for it. ProtocolError."""
+        match message:
+            case wire.Results():
+                self._up.send(self._core.results(message, [frame.buffer for frame in frames]))
+                self._flush()
+            case wire.Accept():
+                self._core.accept(message)
+            case wire.Reject():
+                self._core.reject(message, self._loop.time())
+                self._flush()
+            case wire.Answer():
+                future = self._queries.get(message.call)
+                if future is not None and not future.done() and frames:
+                    future.set_result(frames[0].bytes)
+
+    def on_lost(self, error: RolloutError) -> None:
+        """Calls that wait raise."""
         for call in list(self._calls):
             self._core.forget(request.id for request in call.requests)
             call.fail(error)
@@ -341,115 +362,16 @@ class AsyncRolloutClient:
             if not future.done():
                 future.set_exception(error)
 
-    # ---- connection ------------------------------------------------------------------------------------------------------------
-
-    async def _wait_for_welcome(self) -> None:
-        if self._closed or self._channel is None:
-            raise ClosedError("the client is closed; make a new one" if self._closed else "the client is not connected; use `async with`")
-        if self._fault is not None:
-            raise self._fault
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                await self._welcomed.wait()
-        except TimeoutError:
-            raise ConnectError(f"no rollout service answered at {self.url} within {self._connect_timeout_s:g} s") from None
-        if self._fault is not None:
-            raise self._fault
-
-    def _hello(self) -> None:
-        self._greeting = True
-        self._send(wire.Hello(version=limits.PROTOCOL_VERSION, session=self.session, name=self._name))
-
-    async def _keep(self) -> None:
-        """Ping, notice a silent service, repeat hellos, end what is overdue."""
-        while True:
-            interval = self._welcome.heartbeat_s if self._welcome is not None else 1.0
-            await asyncio.sleep(min(interval, self._service_timeout_s / 4))
-            now = self._loop.time()
-            if now - self._heard_at > self._service_timeout_s:
-                self._lose(ServiceLostError(f"{self.url} was silent for {now - self._heard_at:.1f} s; unfinished requests are lost"))
-            if self._welcomed.is_set():
-                self._send(wire.Ping(sent=now))
-            else:
-                self._hello()
-            self._core.expire(now)
-
-    def _lose(self, error: RolloutError) -> None:
-        """Calls that wait raise; later calls try to connect again."""
-        self._welcomed.clear()
-        self._fail_calls(error)
-
-    def _receive(self, _: bytes, frames: list[zmq.Frame]) -> None:
-        try:
-            message = _decoder.decode(frames[0].buffer)
-            self._heard_at = self._loop.time()
-            self._handle(message, frames[1:])
-        except ProtocolError as error:
-            self._end(ConnectError(f"the service at {self.url} sent something unreadable: {error}"))
-
-    def _handle(self, message: Any, frames: list[zmq.Frame]) -> None:
-        match message:
-            case wire.Results():
-                self._send(self._core.results(message, [frame.buffer for frame in frames]))
-                self._flush()
-            case wire.Accept():
-                self._core.accept(message)
-            case wire.Reject():
-                self._core.reject(message, self._loop.time())
-                self._flush()
-            case wire.Welcome():
-                self._greet(message)
-            case wire.Answer():
-                future = self._queries.get(message.call)
-                if future is not None and not future.done() and frames:
-                    future.set_result(frames[0].bytes)
-            case wire.Ping():
-                self._send(wire.Pong(sent=message.sent))
-            case wire.Bye():
-                self._goodbye(message.error)
-
-    def _greet(self, message: wire.Welcome) -> None:
-        if message.version != limits.PROTOCOL_VERSION:
-            self._end(ConnectError(f"the service speaks protocol version {message.version}, this client {limits.PROTOCOL_VERSION}"))
-            return
-        fresh = self._greeting
-        self._greeting = False
-        self._welcome = message
-        self.weights_version = message.weights_version
-        if message.model is not None:
-            self.model = message.model
-            self._ready.set()
-        for frames in self._core.welcome(message, fresh):
-            self._send_frames(frames)
-        self._welcomed.set()
-        self._flush()
-
-    def _goodbye(self, error: ErrorInfo) -> None:
-        if error.code in RESUMABLE:
-            if not self._greeting:
-                self._welcomed.clear()
-                self._hello()
-        elif error.code == "service_stopped":
-            self._lose(ServiceLostError(error.message, code=error.code))
-        else:
-            self._end(ConnectError(error.message, code=error.code, retryable=error.retryable))
-
-    def _end(self, error: RolloutError) -> None:
-        """The service will not have this client: every call, now and later, raises."""
-        self._fault = error
-        self._fail_calls(error)
-        self._welcomed.set()
-        self._ready.set()
-
-    def _trouble(self, _: bytes, result: sockets.SendResult) -> None:
-        self._lose(ServiceLostError(f"the connection to {self.url} is {result}"))
+    def on_beat(self, now: float) -> None:
+        """End what is overdue."""
+        self._core.expire(now)
 
     def _flush(self) -> None:
         """Submit what may be submitted."""
-        if not self._welcomed.is_set() or self._closed:
+        if not self._up.up:
             return
         for frames in self._core.outgoing(self._loop.time()):
-            self._send_frames(frames)
+            self._up.send_frames(frames)
         wake_at = self._core.wake_at()
         if wake_at is not None and self._flush_due is None:
             self._flush_due = self._loop.call_at(max(wake_at, self._loop.time() + 0.01), self._flush_later)
@@ -463,10 +385,3 @@ class AsyncRolloutClient:
     def _flush_later(self) -> None:
         self._flush_due = None
         self._flush()
-
-    def _send(self, message: msgspec.Struct) -> None:
-        self._send_frames([wire.encode(message)])
-
-    def _send_frames(self, frames: list[Any]) -> None:
-        if self._channel is not None and not self._closed and self._channel.send(b"", frames) == "stuck":
-            self._lose(ServiceLostError(f"{self.url} does not read what it is sent"))

@@ -29,6 +29,7 @@ from weights_sync import messages as weights
 log = logging.getLogger("rollout.node")
 HELLO_S = 1.0
 """Seconds between hellos while the service does not answer."""
+LAG_S = 1.0
 POLL_S = 0.02
 STOP_S = 10.0
 OUTBOX_BYTES = 1024 * 1024 * 1024
@@ -136,8 +137,12 @@ class Node:
 
     async def _keep(self) -> None:
         """Say hello until welcomed; notice a silent service."""
+        due = self._loop.time()
         while True:
             now = self._loop.time()
+            if now - due > LAG_S:
+                self._heard_at = now  # the loop was blocked: the silence meanwhile was ours
+            due = now + HELLO_S
             if self._joined and now - self._heard_at > self._timeout_s:
                 self._leave("the service was silent")
             if not self._joined:

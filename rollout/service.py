@@ -378,9 +378,21 @@ class Service:
 
     async def _beat(self) -> None:
         while True:
+            due = self.now() + self.limits.heartbeat_s
             await asyncio.sleep(self.limits.heartbeat_s)
+            if (late_s := self.now() - due) > self.limits.heartbeat_s:
+                self._excuse(late_s)
             self._safely(self._clients.beat)
             self._safely(self._nodes.beat)
+
+    def _excuse(self, late_s: float) -> None:
+        """This process was stopped or busy: the peers' silence meanwhile was ours."""
+        self.count("late_heartbeats")
+        log.warning("the service's loop was late by %.1f s", late_s)
+        for session in self._clients.sessions.values():
+            session.last_seen += late_s
+        for node in self._nodes.nodes.values():
+            node.last_seen += late_s
 
     def _safely(self, step: Callable[..., None], *arguments: Any) -> None:
         """The clock goes on whatever a step meets."""

@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -194,6 +195,17 @@ async def test_nobody_at_the_address_is_a_typed_error_after_the_connect_timeout(
     with pytest.raises(ConnectError):
         async with AsyncRolloutClient("tcp://127.0.0.1:9", connect_timeout_s=0.2):
             pass
+
+
+@in_loop
+async def test_a_blocked_loop_blames_nobody_for_its_own_silence():
+    async with running(slow, limits=QUICK, service_timeout_s=1.0) as (one, client):
+        work = asyncio.create_task(client.generate([[k] for k in range(10)], SamplingParams(max_tokens=20)))
+        await until(lambda: one.stats().open_requests)
+        time.sleep(2.5)  # noqa: ASYNC251 - service, node and client share this loop
+        check(await work, 20)
+        stats = one.stats()
+        assert stats.counters["late_heartbeats"] == 1 and stats.clients == 1 and "lost_nodes" not in stats.counters
 
 
 # ---- cut connections ---------------------------------------------------------------------------------------------------------
