@@ -99,9 +99,10 @@ class _Push:
         if (version := self._version) <= table.version:
             raise WeightUpdateError(f"version {version} is not greater than {table.version}, which serves now; number the pushes upwards")
         picks, entries = self._match({entry.name: entry for entry in m.decode_table(specs_frame)})
-        plan = plan_buckets(entries, table.bucket_bytes)
+        bucket_bytes = _bucket_bytes(sum(entry.num_bytes for entry in entries), table.bucket_bytes)
+        plan = plan_buckets(entries, bucket_bytes)
         begin = m.Begin(
-            update=self._update, version=self._version, policy=self._policy, timeout_s=self._timeout_s, bucket_bytes=table.bucket_bytes
+            update=self._update, version=self._version, policy=self._policy, timeout_s=self._timeout_s, bucket_bytes=bucket_bytes
         )
         try:
             self._send(begin, m.encode_table(entries))
@@ -195,6 +196,11 @@ class _Push:
         elif not isinstance(message, kind | m.Progress):
             raise WeightUpdateError(f"the service said {type(message).__name__} where {kind.__name__} was due", code="protocol_error")
         return message, frames[1] if len(frames) > 1 else None
+
+
+def _bucket_bytes(total: int, most: int) -> int:
+    """Small models go in about eight buckets, so that packing, transfer and staging overlap; large ones in the service's size."""
+    return min(most, -(-total // (8 * m.MIN_BUCKET_BYTES)) * m.MIN_BUCKET_BYTES)
 
 
 class _Packer:

@@ -107,7 +107,10 @@ class WeightReceiver:
         update, out = self._update, list[m.FromNode]()
         if update is None:
             return out
-        started = self._clock()
+        started, num_threads = self._clock(), torch.get_num_threads()
+        torch.set_num_threads(
+            1
+        )  # a copy is bound by memory: threads gain little, and waiting for one another costs far more on a busy host
         try:
             while update.backlog and (self._clock() - started < slice_s):
                 if self._stage_part(update):
@@ -119,6 +122,8 @@ class WeightReceiver:
                 out.append(m.Prepared(update=update.begin.update))
         except WeightUpdateError as error:
             return [*out, self._give_up(update, error.message)]
+        finally:
+            torch.set_num_threads(num_threads)
         return out
 
     def committed(self, version: int, paused_s: float) -> list[m.FromNode]:
