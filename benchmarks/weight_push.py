@@ -98,7 +98,7 @@ def random_model(folder, size_mb):
 def service(folder, dtype, nodes, extra):
     """`rollout serve` in processes of its own; yields its two addresses."""
     command = [sys.executable, "-m", "rollout.cli", "serve", "--model", str(folder), "--port", "0", "--admin-port", "0"]
-    command += ["--dtype", dtype, "--nodes", str(nodes), "--kv-gb", "0.05"] + extra
+    command += ["--dtype", dtype, "--nodes", str(nodes), "--kv-gb", "0.05", *extra]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             urls, deadline = [], time.monotonic() + START_S

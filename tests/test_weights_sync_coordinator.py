@@ -283,3 +283,12 @@ def test_node_with_a_mixture_of_weights_is_set_aside_with_the_reason(decided):
     failed = m.Failed(update=begin.update, version=0, reasons=("copy failed",), intact=False)
     (aside,) = coordinator.handle(NodeSaid("a", failed), 0.0)
     assert aside == SetServing("a", False, "its weight update failed: copy failed")
+
+
+def test_node_that_reports_a_mixture_is_set_aside_even_while_another_update_is_being_checked():
+    coordinator = Coordinator(LIMITS)
+    coordinator.handle(NodeJoined("a", 0), 0.0)
+    begin = m.Begin(update=m.new_update_id(), version=1, policy="abort", timeout_s=60.0, bucket_bytes=m.MIN_BUCKET_BYTES)
+    coordinator.handle(PublisherSaid(b"p", begin, b"t"), 0.0)
+    failed = m.Failed(update=m.new_update_id(), version=0, reasons=("an earlier copy failed",), intact=False)
+    assert coordinator.handle(NodeSaid("a", failed), 0.0) == [SetServing("a", False, "its weight update failed: an earlier copy failed")]

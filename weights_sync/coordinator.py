@@ -325,7 +325,8 @@ class Coordinator:
         """A node serves when it holds the service's version; while it swaps, things stay as they are."""
         for name, node in self._nodes.items():
             serving = node.version == self.version
-            if node.serving is serving or (self._update is not None and name in self._update.waiting and node.serving is not None):
+            swapping = self.phase is Phase.COMMITTING and self._update is not None and name in self._update.waiting
+            if node.serving is serving or (swapping and node.version is not None and node.serving is not None):
                 continue
             node.serving = serving
             behind = f"it holds weights version {node.version}, the service is at {self.version}; the next update helps"
