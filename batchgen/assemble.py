@@ -19,8 +19,8 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
     """Load the folder and plan the memory. Raises ModelError and MemoryPlanError."""
     free_bytes = torch.cuda.mem_get_info(config.device)[0] if config.device.startswith("cuda") else None
     loaded = load_model(config.model, config.dtype, config.device, config.deterministic)
-    tokenizer = Tokenizer.from_folder(config.model)
     model = loaded.config
+    tokenizer = Tokenizer.from_folder(config.model, num_ids=model.vocab_size)
     memory = plan_memory(
         config,
         weights_bytes=sum(storage.nbytes for storage in loaded.store.table.storages()),
@@ -36,7 +36,7 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
         fingerprint=loaded.fingerprint,
         vocab_size=min(model.vocab_size, tokenizer.vocab_size) if tokenizer else model.vocab_size,
         max_model_len=memory.max_model_len,
-        eos_token_ids=list(model.eos_token_ids),
+        eos_token_ids=tokenizer.eos_token_ids if tokenizer else list(model.eos_token_ids),
         num_layers=model.num_layers,
         num_experts=model.num_experts,
         num_experts_per_tok=model.num_experts_per_tok,

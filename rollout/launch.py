@@ -19,6 +19,7 @@ from rollout.errors import RolloutError, SecurityError
 from rollout.security import is_local, run_folder
 from rollout.service import Service, ServiceConfig
 from rollout.sockets import AddressInUseError
+from weights_sync.heap import keep_freed_buckets
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_MODEL, EXIT_REFUSED, EXIT_ADDRESS_IN_USE = 0, 1, 2, 3, 4
 NODE_EXIT_S = 15.0
@@ -68,6 +69,7 @@ async def serve(config: ServeConfig, say: Callable[[str], None]) -> int:
 
 def run(config: ServeConfig, say: Callable[[str], None] = print) -> int:
     """serve() in a new loop, errors turned into messages and exit codes."""
+    keep_freed_buckets()
     try:
         return asyncio.run(serve(config, say))
     except AddressInUseError as error:

@@ -13,6 +13,7 @@ from batchgen.errors import BatchGenError
 from rollout.engine_thread import EngineFactory, EngineLike
 from rollout.node import Node, NodeConfig
 from rollout.security import ClientKeys
+from weights_sync.heap import keep_freed_buckets
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_MODEL, EXIT_REFUSED = 0, 1, 2, 3
 EXIT_CODES = {"engine_failed": EXIT_FAILED, "model_error": EXIT_BAD_MODEL, "memory_plan": EXIT_BAD_MODEL}
@@ -66,6 +67,8 @@ async def run_node(config: NodeConfig, factory: EngineFactory, watch_stdin: bool
 
 def run(config: NodeConfig, factory: EngineFactory, watch_stdin: bool = False) -> int:
     """run_node in a new loop; returns the exit code, having said why it is not 0."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch is not loaded yet; spinning threads starve a trainer on the same cores
+    keep_freed_buckets()
     try:
         asyncio.run(run_node(config, factory, watch_stdin))
     except BatchGenError as error:

@@ -184,7 +184,7 @@ class Service:
                 self._send_admin(action.peer, [_encode(action.message)] + ([] if action.data is None else [action.data]))
             case sync.HoldDispatch():
                 self._holding = True
-                self._events.append(rt.Hold(True))
+                self._events.appendleft(rt.Hold(True))  # ahead of what could still assign work after the update saw the nodes drained
             case sync.ReleaseDispatch():
                 self._holding = False
                 self._events.append(rt.Hold(False))

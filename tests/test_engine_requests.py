@@ -258,3 +258,26 @@ def test_a_budget_too_small_is_refused_with_the_numbers(folder):
 def test_a_missing_folder_is_a_clear_error(tmp_path):
     with pytest.raises(ModelError, match="nowhere"):
         engine(tmp_path / "nowhere")
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_delivered_and_spell_nothing(tmp_path):
+    llm = LLM(tiny_moe(tmp_path, tokenizer=True), dtype="float32", kv_gb=0.01, num_threads=1)
+    assert llm.engine.facts.vocab_size == 257
+    assert llm.generate([[1, 257]])[0].samples[0].error.code == "token_id_out_of_range"
+    groups = llm.generate([[i % 250] * 3 for i in range(64)], SamplingParams(n=4, max_tokens=16, ignore_eos=True, stop=["zq"]))
+    samples = [sample for group in groups for sample in group.samples]
+    assert any(token >= 257 for sample in samples for token in sample.token_ids)
+    assert all(sample.finish_reason in ("length", "stop") for sample in samples)
+
+
+def test_the_text_of_a_stop_token_is_hidden_unless_asked_for(tmp_path):
+    llm = LLM(tiny_moe(tmp_path, tokenizer=True), dtype="float32", kv_gb=0.01, num_threads=1)
+    base = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "allowed_token_ids": list(range(97, 123))}
+    ids = llm.generate([[5, 6]], SamplingParams(**base))[0].samples[0].token_ids
+    stop, count = ids[2], ids.index(ids[2]) + 1
+    for extra in ({}, {"stop": ["\n"]}):
+        params = [SamplingParams(**base, **extra, stop_token_ids=[stop], include_stop=include) for include in (False, True)]
+        hidden, shown = llm.generate([[5, 6]] * 2, params)
+        assert hidden.samples[0].token_ids == shown.samples[0].token_ids == ids[:count]
+        assert hidden.samples[0].text == bytes(ids[: count - 1]).decode()
+        assert shown.samples[0].text == bytes(ids[:count]).decode()

@@ -30,8 +30,10 @@ class Tokenizer:
         config: dict[str, Any] | None = None,
         eos_token_ids: Sequence[int] = (),
         chat_templates: dict[str, str] | None = None,
+        num_ids: int = 0,
     ):
         config = config or {}
+        self._num_ids = num_ids
         self.named_tokens = {name: text for name in _NAMED_TOKENS if (text := _content(config.get(name)))}
         """`bos_token`, `eos_token`, ... as the chat template sees them."""
         special = {entry["content"] for entry in config.get("added_tokens_decoder", {}).values() if entry.get("special")}
@@ -54,8 +56,11 @@ class Tokenizer:
         self._templates = {name: ChatTemplate(text, self.named_tokens) for name, text in (chat_templates or {}).items()}
 
     @classmethod
-    def from_folder(cls, path: str | Path) -> "Tokenizer | None":
-        """The tokenizer of a model folder; None if it has no tokenizer.json. Raises ModelError for a broken one."""
+    def from_folder(cls, path: str | Path, num_ids: int = 0) -> "Tokenizer | None":
+        """The tokenizer of a model folder; None if it has no tokenizer.json. Raises ModelError for a broken one.
+
+        `num_ids`: size of the model's table where that is padded; ids beyond the tokenizer's own decode to nothing.
+        """
         folder = Path(path)
         spec, config = _read_json(folder / "tokenizer.json"), _read_json(folder / "tokenizer_config.json") or {}
         if spec is None:
@@ -68,7 +73,7 @@ class Tokenizer:
         eos = [eos] if isinstance(eos, int) else eos or []
         if not all(type(token) is int for token in eos):
             raise ModelError(f"{folder}: eos_token_id is an integer or a list of integers, got {eos!r:.100}")
-        return cls(spec, config, eos, _read_templates(folder, config))
+        return cls(spec, config, eos, _read_templates(folder, config), num_ids)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of a text. `add_special_tokens`: what the tokenizer puts around a text (often BOS, often nothing).
@@ -130,7 +135,8 @@ class Tokenizer:
 
     @cached_property
     def _decoding(self) -> tuple[list[bytes], bool]:
-        return token_pieces(self._spec, self._vocab, self.special_ids)
+        pieces, drops_space = token_pieces(self._spec, self._vocab, self.special_ids)
+        return pieces + [b""] * (self._num_ids - len(pieces)), drops_space
 
     @property
     def pieces(self) -> list[bytes]:
