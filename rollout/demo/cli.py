@@ -5,6 +5,7 @@ Stopping order, whatever happens: the trainer first (its client leaves), then th
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ def demo_command(
     quick: Annotated[bool, typer.Option("--quick", help="Two tiny rounds: shows that everything works, teaches nothing.")] = False,
 ) -> None:
     """Watch the bundled model get better at arithmetic by reinforcement learning, through the service. Takes minutes on two cores."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception, so that no process is left behind
     num_threads = threads or min(4, len(os.sched_getaffinity(0)))
     chosen = {"rounds": rounds, "learning_rate": learning_rate}
     fields: dict[str, Any] = (QUICK if quick else {}) | {name: value for name, value in chosen.items() if value is not None}
@@ -76,7 +78,7 @@ def serving(config: DemoConfig, log: Path) -> Iterator[str]:
     """`rollout serve` with the model on a free loopback port; gives its address."""
     command = [
         sys.executable, "-m", "rollout.cli", "serve", "--model", config.model, "--port", "0", "--admin-port", "0",
-        "--num-threads", str(config.num_threads), "--max-model-len", "512", "--kv-gb", "0.25",
+        "--num-threads", str(config.num_threads), "--max-model-len", "512", "--kv-gb", "0.25", "--drain-s", "1",
     ]  # fmt: skip
     with log.open("w") as output:
         service = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=_environment(config))  # noqa: S603 - our own command

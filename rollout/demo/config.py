@@ -17,9 +17,9 @@ class DemoConfig:
 
     seed: int = 0
     """Seed of the training questions, of the samples and of nothing else; the held-out questions are the same for all seeds."""
-    rounds: int = 32
+    rounds: int = 30
     """Rounds of sampling, training and pushing weights; at least 1."""
-    prompts: int = 20
+    prompts: int = 16
     """Questions a round."""
     samples: int = 8
     """Samples a question, at least 2: advantages compare them."""
@@ -33,7 +33,7 @@ class DemoConfig:
     """Questions that are never trained on, for the accuracy before and after."""
     held_out_samples: int = 4
     """Samples of each at temperature 1; one more is greedy."""
-    learning_rate: float = 1e-4
+    learning_rate: float = 3e-4
     """AdamW's, after a warm-up of five optimiser steps."""
     clip_low: float = 0.2
     """An importance ratio below 1 - clip_low earns nothing more for a bad sample."""

@@ -141,6 +141,8 @@ def main(arguments: Sequence[str]) -> int:
     except (BatchGenError, ValueError, RuntimeError) as error:
         print(f"demo trainer: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
