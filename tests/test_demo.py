@@ -141,6 +141,11 @@ def test_wandb_gets_every_round_and_its_failure_ends_the_logging_only(
     assert [step for step, _ in run.rows] == [1, 2] and "disk full" in capsys.readouterr().err
 
 
+def test_the_command_and_the_questions_need_no_torch() -> None:
+    program = "import rollout.demo.cli, rollout.demo.heldout, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
 @pytest.mark.e2e
 def test_the_shortened_demo_trains_pushes_and_leaves_report_and_plot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     report = run_demo(CONFIG, 2, tmp_path)

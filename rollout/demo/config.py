@@ -4,9 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import batchgen
 from rollout.demo.tasks import KINDS
 
-BUNDLED_MODEL = Path(__file__).parents[2] / "batchgen" / "assets" / "tiny-moe"
+BUNDLED_MODEL = Path(batchgen.__file__).parent / "assets" / "tiny-moe"
 DEMO_KINDS = ("chain_sum", "products", "basic_arithmetic", "lcm", "fraction_simplification")
 """Kinds that the bundled model mostly answers at once and often wrongly, although it can work them out."""
 

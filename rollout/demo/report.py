@@ -126,6 +126,6 @@ def plot(path: Path, seeds: Sequence[SeedReport]) -> None:
     for number, (label, values) in enumerate(series.items()):
         right.bar([place + 0.2 * (number - 1.5) for place in range(len(names))], values, 0.19, label=label, color=colours[number])
     right.set_xticks(range(len(names)), [name.replace("_", "\n") for name in names], fontsize=8)
-    right.set(ylim=(0, 1.02), title="Held-out accuracy")
-    right.legend(loc="lower right", fontsize=8)
+    right.set(ylim=(0, 1.16), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1.0], title="Held-out accuracy")
+    right.legend(loc="upper center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
