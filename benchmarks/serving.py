@@ -27,6 +27,7 @@ class Served:
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[Served]:
     """Start the service and one node on free ports, wait until it can generate, and stop it at the end."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the service ends with a benchmark that is told to
     command = [sys.executable, "-m", "rollout.cli", "serve", "--model", str(model), "--port", "0", "--admin-port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         watchdog = threading.Timer(START_S, process.kill)
