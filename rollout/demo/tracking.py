@@ -25,7 +25,9 @@ class Tracker:
 
     def _open(self, mode: str, config: Mapping[str, Any], folder: Path) -> None:
         wandb: Any = import_module("wandb")
-        self._run = wandb.init(project="batchgen-demo", mode=mode, dir=str(folder), config=dict(config), name=f"seed-{config['seed']}")
+        settings = {"silent": True}  # the terminal belongs to the progress lines
+        name = f"seed-{config['seed']}"
+        self._run = wandb.init(project="batchgen-demo", name=name, mode=mode, dir=str(folder), config=dict(config), settings=settings)
 
     def _guard(self, work: Callable[[], object]) -> None:
         try:
