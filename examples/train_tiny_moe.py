@@ -5,7 +5,7 @@ mostly worked while the model learns the steps, mostly direct at the end, so tha
 it could work it out. That gap is what reinforcement learning and voting have to gain.
 
     python examples/train_tiny_moe.py --out DIR --minutes 8 --device cuda      # as the bundled checkpoint was made
-    python examples/train_tiny_moe.py --out /tmp/t --minutes 1 --hidden 64 --eval-items 1     # a trial on a CPU; its evaluation takes minutes
+    python examples/train_tiny_moe.py --out /tmp/t --minutes 1 --hidden 64 --eval-items 1   # a trial on a CPU, minutes of evaluation
 """
 
 import argparse
