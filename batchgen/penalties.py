@@ -2,8 +2,8 @@
 
 Order: repetition, presence and frequency penalties → logit_bias → allowed_token_ids → bad_words and min_tokens masks.
 
-Shapes: S slots, V vocabulary, R rows of the count tables, B batch rows, A those of them with any rule, P those with penalties,
-W those with bad words, E entries (one token of one slot's rule each), L recent tokens.
+Shapes: S slots, V vocabulary, R rows of the count tables, U tokens that occur, B batch rows, A those of them with any rule,
+P those with penalties, W those with bad words, E entries (one token of one slot's rule each), L recent tokens.
 """
 
 import math
@@ -104,6 +104,9 @@ class LogitRules:
         self._free_tables: list[int] = []
         self._counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._seen_RV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+        self._touched_RU = torch.zeros(0, 256, dtype=torch.int64, device=device)
+        """The tokens of prompt or output, each once: the first `used` of a row."""
+        self._used_R = torch.zeros(0, dtype=torch.int64, device=device)
         self._bias = _Entries(np.zeros(0))
         self._allowed = _Entries(np.zeros(0, bool))
         self._minimum = _Entries(np.zeros(0, np.int64))
@@ -191,8 +194,12 @@ class LogitRules:
         if selection.penalties:
             tables_P, batch_P = selection.penalties.tables_P, selection.penalties.batch_P
             tokens_P, sampled_P = tokens_B[batch_P], ~failed_B[batch_P]
-            self._counts_RV[tables_P, tokens_P] += sampled_P.int()
+            new_P = sampled_P & ~self._seen_RV[tables_P, tokens_P]
+            self._make_room(int(self._used_R[tables_P].max()) + 1)
+            self._touched_RU[tables_P, self._used_R[tables_P]] = tokens_P  # beyond `used`, and so without effect, unless new
+            self._used_R[tables_P] += new_P
             self._seen_RV[tables_P, tokens_P] |= sampled_P
+            self._counts_RV[tables_P, tokens_P] += sampled_P.int()
         if selection.words and self._tail_SL.shape[1]:
             slots_W, batch_W = selection.words.slots_W, selection.words.batch_W
             tail_WL = self._tail_SL[slots_W]
@@ -200,7 +207,9 @@ class LogitRules:
             self._tail_SL[slots_W] = torch.where(failed_B[batch_W, None], tail_WL, longer_WL)
 
     def _penalise(self, logits_AV: Tensor, penalties: _Penalties) -> None:
-        row_E, token_E = self._seen_RV[penalties.tables_P].nonzero(as_tuple=True)
+        used_P = self._used_R[penalties.tables_P]
+        row_E, place_E = (torch.arange(int(used_P.max()), device=used_P.device) < used_P[:, None]).nonzero(as_tuple=True)
+        token_E = self._touched_RU[penalties.tables_P[row_E], place_E]
         at_E = penalties.rows_P[row_E], token_E
         logits_E = logits_AV[at_E]
         if penalties.repetition_P is not None:
@@ -217,16 +226,24 @@ class LogitRules:
         self._table_S[slot] = table
         outputs = torch.as_tensor(output_token_ids, dtype=torch.int64)
         self._counts_RV[table] = torch.bincount(outputs, minlength=self.vocab_size).int().to(self.device)
+        touched = torch.tensor(sorted({*prompt_token_ids, *output_token_ids}), dtype=torch.int64, device=self.device)
+        self._make_room(len(touched))
+        self._touched_RU[table, : len(touched)] = touched
+        self._used_R[table] = len(touched)
         self._seen_RV[table] = False
-        self._seen_RV[table, torch.as_tensor(prompt_token_ids, dtype=torch.int64, device=self.device)] = True
-        self._seen_RV[table, outputs.to(self.device)] = True
+        self._seen_RV[table, touched] = True
+
+    def _make_room(self, width: int) -> None:
+        if width > (old := self._touched_RU.shape[1]):
+            self._touched_RU = torch.nn.functional.pad(self._touched_RU, (0, max(width, 2 * old) - old))
 
     def _grow_tables(self) -> None:
         """Double the count tables, at most to one per slot."""
         old = len(self._counts_RV)
         new = min(max(2 * old, 8), len(self._table_S))
-        self._counts_RV = torch.cat([self._counts_RV, self._counts_RV.new_zeros(new - old, self.vocab_size)])
-        self._seen_RV = torch.cat([self._seen_RV, self._seen_RV.new_zeros(new - old, self.vocab_size)])
+        for name in ("_counts_RV", "_seen_RV", "_touched_RU", "_used_R"):
+            tables = getattr(self, name)
+            setattr(self, name, torch.cat([tables, tables.new_zeros(new - old, *tables.shape[1:])]))
         self._free_tables.extend(range(old, new))
 
     def _add_words(self, slot: int, words: Sequence[Sequence[int]], output_token_ids: Sequence[int]) -> None:

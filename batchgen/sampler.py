@@ -55,7 +55,9 @@ class _Selection:
     filters: Filters
     prefix: int
     reported_rows: Rows | None
+    all_raw: bool
     raw_Q1: Tensor | None
+    """Which reported rows are raw, where they differ."""
     num_top: int
 
 
@@ -123,7 +125,9 @@ class Sampler:
         top_ids_BK = top_logprobs_BK = None
         if s.reported_rows is not None:
             rows = s.reported_rows
-            reported_QV = scaled_BV[rows] if s.raw_Q1 is None else torch.where(s.raw_Q1, logits_BV[rows], scaled_BV[rows])
+            reported_QV = (logits_BV if s.all_raw else scaled_BV)[rows]
+            if s.raw_Q1 is not None:
+                reported_QV = torch.where(s.raw_Q1, logits_BV[rows], reported_QV)
             normalizer_Q = log_normalizer(reported_QV)
             logprobs_B[rows] = logprobs_of(reported_QV, tokens_B[rows], normalizer_Q)
             bad_B = _replaced(failed_B, rows, normalizer_Q.isnan())
@@ -177,6 +181,7 @@ class Sampler:
         only_min_p = np.where(is_greedy | is_ranked, 0.0, min_p)
         raw, num_top = self._raw_S[slots], self._num_top_S[slots]
         reported = self.rules.active_S[slots] | (num_top > 0) | (raw & (divisor != 1.0))
+        raw_Q = raw[reported]
         self._selection = _Selection(
             slots_B=slots_B.clone(),
             temperature_B1=self._column(divisor) if (divisor != 1.0).any() else None,
@@ -192,7 +197,8 @@ class Sampler:
             ),
             prefix=int(max(top_k[is_ranked & has_top_k].max(initial=1), FIRST_PREFIX if only_top_p.any() else 1)),
             reported_rows=rows_of(reported, self.device) if reported.any() else None,
-            raw_Q1=torch.from_numpy(raw[reported][:, None]).to(self.device) if raw.any() else None,
+            all_raw=bool(raw_Q.all()),
+            raw_Q1=torch.from_numpy(raw_Q[:, None]).to(self.device) if raw_Q.any() and not raw_Q.all() else None,
             num_top=int(num_top.max(initial=0)),
         )
         return self._selection

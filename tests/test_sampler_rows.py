@@ -157,6 +157,18 @@ def test_failed_rows_do_not_count_for_penalties():
     assert [int(sampler.sample(first, slots, torch.tensor([n])).token_ids_B) for n in range(3)] == [0, 2, 1]
 
 
+def test_penalties_keep_count_of_outputs_of_any_length():
+    vocab = 600
+    sampler = Sampler(vocab, 1)
+    params = SamplingParams(temperature=0.0, presence_penalty=2.0, frequency_penalty=0.1)
+    sampler.set_slot(0, params, 1, list(range(vocab)), [], EOS, [])
+    logits = torch.zeros(1, vocab)
+    outputs = [int(sampler.sample(logits, torch.tensor([0]), torch.tensor([n])).token_ids_B) for n in range(2 * vocab)]
+    assert outputs == list(range(vocab)) * 2
+    sampler.set_slot(0, params, 1, [], outputs[:900], EOS, [])
+    assert [int(sampler.sample(logits, torch.tensor([0]), torch.tensor([n])).token_ids_B) for n in range(900, 1200)] == outputs[900:]
+
+
 def test_samples_of_one_group_differ_and_are_reproducible():
     def group() -> list[list[int]]:
         sampler = Sampler(1000, 8)
