@@ -1,9 +1,10 @@
 """How products are computed on this device. In: storage dtype, device, whether results must be batch-invariant. Out: linear products.
 Never knows a model.
 
-A CPU without bfloat16 instructions keeps bfloat16 weights in memory and multiplies in float32: a block of weights is widened into a small
-scratch that stays in cache. Batch-invariant mode computes everything in tiles of a fixed shape, so that the same kernel runs, in the same
-order, whatever else is in the batch.
+On a CPU everything is computed in float32, from weights in either type: by compiled kernels (`batchgen.kernels.cpu`), or, where those
+are missing, by torch's products, for which a block of bfloat16 weights is widened into a small scratch that stays in cache. The
+kernels are batch-invariant. Otherwise batch-invariant mode computes in tiles of a fixed shape, so that the same kernel runs, in the
+same order, whatever else is in the batch.
 
 Shapes: T tokens, D inputs, N outputs, G weight matrices of one block.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from batchgen.errors import ModelError
+from batchgen.kernels import cpu
 
 log = logging.getLogger(__name__)
 
@@ -25,28 +27,23 @@ SCRATCH_ELEMENTS = 1 << 19
 """Weights widened at a time: 2 MB of float32, the size of a second-level cache."""
 
 
-def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 products run on instructions of their own."""
-    return device.type != "cpu" or bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
 class Arithmetic:
     """Storage and compute types, and the products that go with them.
 
-    `weights_first`: batched products have the weights as left operand, since oneDNN's bfloat16 kernels repack the right one per call.
+    `kernels`: the compiled ones of a CPU. `tiled`: batch-invariance must come from tiles of a fixed shape.
     """
 
     def __init__(self, *, storage_dtype: torch.dtype, device: torch.device, deterministic: bool):
-        widen = storage_dtype == torch.bfloat16 and (deterministic or not has_native_bfloat16(device))
-        self.weights_first = device.type == "cpu" and storage_dtype == torch.bfloat16 and not widen
         self.device = device
         self.storage_dtype = storage_dtype
-        self.compute_dtype = torch.float32 if widen else storage_dtype
+        self.compute_dtype = torch.float32 if device.type == "cpu" else storage_dtype
         self.deterministic = deterministic
+        self.kernels = cpu.load() if device.type == "cpu" else None
+        self.tiled = deterministic and self.kernels is None
+        widen = self.compute_dtype != storage_dtype and self.kernels is None
         self._scratch = torch.empty(SCRATCH_ELEMENTS if widen else 0, dtype=self.compute_dtype, device=device)
-        log.info(
-            "%s: weights %s, products %s%s", device, storage_dtype, self.compute_dtype, ", batch-invariant tiles" if deterministic else ""
-        )
+        mode = ", batch-invariant" if deterministic else ""
+        log.info("%s: weights %s, products %s%s", device, storage_dtype, self.compute_dtype, mode)
 
     def widen(self, weight: Tensor) -> Tensor:
         """The weight in the compute type; valid until the next call."""
@@ -59,11 +56,22 @@ class Arithmetic:
     def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias in the compute type."""
         bias_N = None if bias_N is None else bias_N.to(self.compute_dtype)
+        if self.kernels is not None:
+            y_TN = self.kernels.linear(x_TD, weight_ND)
+            return y_TN if bias_N is None else y_TN.add_(bias_N)
         rows = max(1, SCRATCH_ELEMENTS // weight_ND.shape[1])
         if weight_ND.dtype == self.compute_dtype or weight_ND.shape[0] <= rows:
             return F.linear(x_TD, self.widen(weight_ND), bias_N)
         y_TN = torch.cat([F.linear(x_TD, self.widen(block)) for block in torch.split(weight_ND, rows)], dim=-1)
         return y_TN if bias_N is None else y_TN + bias_N
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, weight, eps)
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight.to(x.dtype) * wide.to(x.dtype)
 
     def check_invariance(self, weights: Iterable[Tensor]) -> None:
         """ModelError unless a row of a tile has the same product wherever in the tile it stands, for every shape among `weights`; a
@@ -78,12 +86,12 @@ class Arithmetic:
                 )
 
     def pad_rows(self, num_rows: int) -> int:
-        """Rows to allocate for `num_rows`: whole tiles in batch-invariant mode."""
-        return -(-num_rows // TILE_ROWS) * TILE_ROWS if self.deterministic else num_rows
+        """Rows to allocate for `num_rows`: whole tiles where there are any."""
+        return -(-num_rows // TILE_ROWS) * TILE_ROWS if self.tiled else num_rows
 
     def tokenwise(self, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """`function` of tensors whose first dimension is tokens (padded by `pad_rows`), tile by tile in batch-invariant mode."""
-        if not self.deterministic:
+        """`function` of tensors whose first dimension is tokens (padded by `pad_rows`), tile by tile where `tiled`."""
+        if not self.tiled:
             return function(*inputs)
         tiles = [function(*tile) for tile in zip(*(torch.split(value, TILE_ROWS) for value in inputs), strict=True)]
         return tuple(torch.cat(outputs) for outputs in zip(*tiles, strict=True))

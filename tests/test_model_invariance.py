@@ -16,7 +16,7 @@ OTHERS = [[random.Random(100 + i).randrange(256) for _ in range(5 + 7 * i % 61)]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def loaded(request, tmp_path_factory):
+def loaded(request, products, tmp_path_factory):
     folder = tiny_moe(tmp_path_factory.mktemp("moe"))
     return functools.cache(lambda deterministic: load_model(str(folder), request.param, "cpu", deterministic))
 

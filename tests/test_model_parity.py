@@ -37,6 +37,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_transformers(tmp_path, variant):
     folder = tiny_moe(tmp_path, **VARIANTS[variant])

@@ -8,12 +8,12 @@ from tiny_models import PAGE_SIZE, Runner, tiny_moe
 from torch.nn import functional as F
 
 from batchgen.arithmetic import Arithmetic
-from batchgen.attention.reference import attend, plan_attention
+from batchgen.attention.backend import choose_attention
 from batchgen.kv_cache import KVCache
 from batchgen.models.config import ModelConfig
 from batchgen.models.registry import load_model
 from batchgen.moe.dispatch import dispatch
-from batchgen.moe.experts import Experts, combine
+from batchgen.moe.experts import Experts
 from batchgen.moe.router import route
 from batchgen.packing import PackedBatch
 
@@ -25,12 +25,13 @@ def folder(tmp_path_factory):
     return tiny_moe(tmp_path_factory.mktemp("moe"))
 
 
-def test_router_weights_are_the_softmax_of_the_chosen_over_all_experts():
+def test_router_weights_are_the_softmax_of_the_chosen_over_all_experts(products):
+    arithmetic = Arithmetic(storage_dtype=torch.float32, device=CPU, deterministic=False)
     logits_TE = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
-    ids_TK, weights_TK = route(logits_TE, 3, normalise=False)
-    assert torch.equal(weights_TK, logits_TE.softmax(-1).gather(1, ids_TK))
+    ids_TK, weights_TK = route(arithmetic, logits_TE, 3, normalise=False)
+    torch.testing.assert_close(weights_TK, logits_TE.softmax(-1).gather(1, ids_TK), atol=1e-6, rtol=1e-6)
     assert torch.equal(weights_TK, weights_TK.sort(-1, descending=True).values)
-    torch.testing.assert_close(route(logits_TE, 3, normalise=True)[1].sum(-1), torch.ones(9))
+    torch.testing.assert_close(route(arithmetic, logits_TE, 3, normalise=True)[1].sum(-1), torch.ones(9))
 
 
 @pytest.mark.parametrize("block, multiple", [(1, 1), (4, 1), (1, 16), (2, 3)])
@@ -46,15 +47,13 @@ def test_every_token_finds_its_own_row_in_its_experts_range(block, multiple, num
     assert all(len(set(batch.rows_E[first : first + block])) == 1 for first in range(0, 8, block))
 
 
-@pytest.mark.parametrize("way", ["rows", "columns", "tiles"])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_tokens", [1, 3, 16, 200])
 @pytest.mark.parametrize("skewed", [False, True])
-def test_experts_equal_a_loop_over_tokens(way, dtype, num_tokens, skewed):
+def test_experts_equal_a_loop_over_tokens(products, deterministic, dtype, num_tokens, skewed):
     generator = torch.Generator().manual_seed(num_tokens)
-    arithmetic = Arithmetic(storage_dtype=dtype, device=CPU, deterministic=way == "tiles")
-    if way == "columns":
-        arithmetic.weights_first, arithmetic.compute_dtype = True, dtype
+    arithmetic = Arithmetic(storage_dtype=dtype, device=CPU, deterministic=deterministic)
     experts = Experts(8, 24, 20, arithmetic)
     experts.gate_up_EFD.normal_(generator=generator)
     experts.down_EDF.normal_(generator=generator)
@@ -68,8 +67,9 @@ def test_experts_equal_a_loop_over_tokens(way, dtype, num_tokens, skewed):
         for expert, weight in zip(ids_TK[token].tolist(), weights_TK[token], strict=True):
             gate, up = (experts.gate_up_EFD[expert].float() @ x_TD[token].float()).chunk(2)
             expected[token] += weight * (experts.down_EDF[expert].float() @ (F.silu(gate) * up))
-    tolerance = 1e-3 if arithmetic.compute_dtype == torch.float32 else 1.0
-    torch.testing.assert_close(combine(experts(x_TD, ids_TK), weights_TK).float(), expected, atol=tolerance, rtol=tolerance)
+    padded = arithmetic.pad_rows(num_tokens) - num_tokens
+    inputs = (F.pad(value, (0, 0, 0, padded)) for value in (x_TD, ids_TK, weights_TK))
+    torch.testing.assert_close(experts(*inputs)[:num_tokens], expected, atol=1e-3, rtol=1e-3)
 
 
 def attention_config(num_heads: int, num_kv_heads: int) -> ModelConfig:
@@ -99,7 +99,7 @@ def attention_config(num_heads: int, num_kv_heads: int) -> ModelConfig:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
-def test_paged_attention_equals_plain_attention_on_ragged_rows(deterministic, heads):
+def test_paged_attention_equals_plain_attention_on_ragged_rows(products, deterministic, heads):
     config = attention_config(*heads)
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
     contexts = [1, 2, 130, 300, 17, 64, 65, 200, 3, 129]
@@ -126,7 +126,8 @@ def test_paged_attention_equals_plain_attention_on_ragged_rows(deterministic, he
     )
     num_heads, num_kv_heads = heads
     q_THGd = torch.randn(num_tokens, num_kv_heads, num_heads // num_kv_heads, 8, generator=generator)
-    got = attend(q_THGd, kv, 1, plan_attention(batch, kv, deterministic=deterministic), 0.3)
+    attention = choose_attention(Arithmetic(storage_dtype=torch.float32, device=CPU, deterministic=deterministic))
+    got = attention.attend(q_THGd, kv, 1, attention.plan(batch, kv), 0.3)
     for row, (context, size) in enumerate(zip(contexts, sizes, strict=True)):
         start = batch.query_starts[row]
         own = table[row, : -(-context // PAGE_SIZE)]
@@ -150,7 +151,7 @@ def test_a_sample_goes_on_from_a_copied_partly_filled_page(folder):
     assert torch.equal(got[0], got[1])
 
 
-def test_nan_of_one_sequence_never_reaches_another_not_even_through_a_reused_page(folder):
+def test_nan_of_one_sequence_never_reaches_another_not_even_through_a_reused_page(products, folder):
     loaded = load_model(str(folder), "float32", "cpu", deterministic=False)
     healthy = Runner(loaded, 2).step({1: [1, 2, 3, 4, 5]})[1]
     runner = Runner(loaded, 2)

@@ -1,1 +1,1 @@
-"""Attention over paged KV. `reference` is plain torch and runs everywhere; each fast backend is a file beside it."""
+"""Attention over paged KV, chosen by what the device offers."""

@@ -50,8 +50,24 @@ class AttentionPlan:
     """Keys multiplied at a time; None: all of a bucket's."""
 
 
-def plan_attention(batch: PackedBatch, kv: KVCache, *, deterministic: bool) -> AttentionPlan:
-    """Cut the batch into buckets of tiles."""
+@dataclass(slots=True, kw_only=True)
+class ReferenceAttention:
+    """Gathered keys and batched products."""
+
+    deterministic: bool
+
+    def plan(self, batch: PackedBatch, kv: KVCache) -> AttentionPlan:
+        """The batch, cut into buckets of tiles."""
+        return _plan(batch, kv, self.deterministic)
+
+    def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
+        """Outputs [T, H * G * d] of the batch's tokens."""
+        q_THGd = q_THGd * scale
+        outputs = [_attend_bucket(q_THGd, kv, layer, bucket, plan.key_block or bucket.num_keys) for bucket in plan.buckets]
+        return torch.cat(outputs).index_select(0, plan.output_T)
+
+
+def _plan(batch: PackedBatch, kv: KVCache, deterministic: bool) -> AttentionPlan:
     starts_B = np.asarray(batch.query_starts[:-1], dtype=np.int64)
     lens_B = np.diff(np.asarray(batch.query_starts, dtype=np.int64))
     contexts_B = batch.context_lens_B.cpu().numpy()
@@ -118,13 +134,6 @@ def _make_bucket(batch: PackedBatch, kv: KVCache, rows_N: np.ndarray, query_NQ: 
     hidden_NQC = torch.arange(num_keys, device=device) > batch.positions_T[query].unsqueeze(-1)
     page_heads_NHP = (pages_NP[:, None] * kv.num_kv_heads + heads_H1).reshape(-1)
     return Bucket(query_NQ=query, page_heads_NHP=page_heads_NHP, hidden_NQC=hidden_NQC, num_keys=num_keys)
-
-
-def attend(q_THGd: Tensor, kv: KVCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-    """Causal attention of every token over its own sequence's keys, [T, H * G * d] in the type of the queries."""
-    q_THGd = q_THGd * scale
-    outputs = [_attend_bucket(q_THGd, kv, layer, bucket, plan.key_block or bucket.num_keys) for bucket in plan.buckets]
-    return torch.cat(outputs).index_select(0, plan.output_T)
 
 
 def _attend_bucket(q_THGd: Tensor, kv: KVCache, layer: int, bucket: Bucket, key_block: int) -> Tensor:

@@ -11,13 +11,6 @@ from batchgen.arithmetic import Arithmetic
 from batchgen.huge_pages import empty_huge
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight.to(x.dtype) * wide.to(x.dtype)
-
-
 def rotary_table(max_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
     """float32 [max_positions, 2, head_dim]: cosines, and sines whose first half is negated, of each position's angles."""
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)

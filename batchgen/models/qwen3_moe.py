@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from batchgen.arithmetic import Arithmetic
-from batchgen.attention.reference import AttentionPlan, attend, plan_attention
+from batchgen.attention.backend import AttentionBackend, choose_attention
 from batchgen.kv_cache import KVCache
-from batchgen.models.blocks import DenseMLP, apply_rotary, empty_weight, rms_norm, rotary_table
+from batchgen.models.blocks import DenseMLP, apply_rotary, empty_weight, rotary_table
 from batchgen.models.config import ConfigReader, ModelConfig
-from batchgen.moe.experts import Experts, combine
+from batchgen.moe.experts import Experts
 from batchgen.moe.router import route
 from batchgen.packing import PackedBatch
 from batchgen.weights import Slot
@@ -35,10 +35,11 @@ class ModelOutput:
 class DecoderLayer:
     """Pre-norm attention, then pre-norm experts or a dense feed-forward layer."""
 
-    def __init__(self, config: ModelConfig, index: int, arithmetic: Arithmetic):
+    def __init__(self, config: ModelConfig, index: int, arithmetic: Arithmetic, attention: AttentionBackend):
         self.config = config
         self.index = index
         self.arithmetic = arithmetic
+        self.attention = attention
         d, hidden = config.head_dim, config.hidden_size
         num_outputs = (config.num_heads + 2 * config.num_kv_heads) * d
         self.input_norm_D = empty_weight(arithmetic, hidden)
@@ -57,35 +58,32 @@ class DecoderLayer:
         else:
             self.mlp = DenseMLP(hidden, config.intermediate_size, arithmetic)
 
-    def forward(
-        self, x_TD: Tensor, rotary_T2d: Tensor, head_slots_N: Tensor, kv: KVCache, plan: AttentionPlan
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_TD: Tensor, rotary_T2d: Tensor, head_slots_N: Tensor, kv: KVCache, plan: Any) -> tuple[Tensor, Tensor | None]:
         """New residual stream, and the router's choice in a MoE layer. Rows of `x_TD` beyond the batch's tokens are padding."""
         c, tokenwise = self.config, self.arithmetic.tokenwise
         q_THGd, k_THd, v_THd = tokenwise(self._project, x_TD, rotary_T2d)
         num_tokens = head_slots_N.numel() // c.num_kv_heads
         kv.write(self.index, head_slots_N, k_THd[:num_tokens], v_THd[:num_tokens])
-        attended_TX = attend(q_THGd, kv, self.index, plan, c.head_dim**-0.5)
+        attended_TX = self.attention.attend(q_THGd, kv, self.index, plan, c.head_dim**-0.5)
         if num_tokens < x_TD.shape[0]:
             attended_TX = F.pad(attended_TX, (0, 0, 0, x_TD.shape[0] - num_tokens))
         if not isinstance(self.mlp, Experts):
             return tokenwise(self._dense, x_TD, attended_TX)[0], None
         x_TD, normed_TD, ids_TK, weights_TK = tokenwise(self._route, x_TD, attended_TX)
-        y_TKD = self.mlp(normed_TD, ids_TK)
-        return tokenwise(lambda x, y, weights: (x + combine(y, weights),), x_TD, y_TKD, weights_TK)[0], ids_TK
+        return x_TD + self.mlp(normed_TD, ids_TK, weights_TK), ids_TK
 
     def _project(self, x_TD: Tensor, rotary_T2d: Tensor) -> tuple[Tensor, ...]:
         c = self.config
-        normed_TD = rms_norm(x_TD, self.input_norm_D, c.rms_norm_eps)
+        normed_TD = self.arithmetic.rms_norm(x_TD, self.input_norm_D, c.rms_norm_eps)
         qkv_THd = self.arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X).view(x_TD.shape[0], -1, c.head_dim)
         q_THd, k_THd, v_THd = torch.split(qkv_THd, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-        q_THd = apply_rotary(rms_norm(q_THd, self.q_norm_d, c.rms_norm_eps), rotary_T2d)
-        k_THd = apply_rotary(rms_norm(k_THd, self.k_norm_d, c.rms_norm_eps), rotary_T2d)
+        q_THd = apply_rotary(self.arithmetic.rms_norm(q_THd, self.q_norm_d, c.rms_norm_eps), rotary_T2d)
+        k_THd = apply_rotary(self.arithmetic.rms_norm(k_THd, self.k_norm_d, c.rms_norm_eps), rotary_T2d)
         return q_THd.view(x_TD.shape[0], c.num_kv_heads, -1, c.head_dim), k_THd, v_THd
 
     def _attention_residual(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, Tensor]:
         x_TD = x_TD + self.arithmetic.linear(attended_TX, self.o_DX, self.o_bias_D)
-        return x_TD, rms_norm(x_TD, self.post_norm_D, self.config.rms_norm_eps)
+        return x_TD, self.arithmetic.rms_norm(x_TD, self.post_norm_D, self.config.rms_norm_eps)
 
     def _dense(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, ...]:
         assert isinstance(self.mlp, DenseMLP)
@@ -96,7 +94,7 @@ class DecoderLayer:
         assert self.router_ED is not None
         x_TD, normed_TD = self._attention_residual(x_TD, attended_TX)
         logits_TE = self.arithmetic.linear(normed_TD, self.router_ED)
-        return x_TD, normed_TD, *route(logits_TE, self.config.num_experts_per_tok, self.config.norm_topk_prob)
+        return x_TD, normed_TD, *route(self.arithmetic, logits_TE, self.config.num_experts_per_tok, self.config.norm_topk_prob)
 
     def matrices(self) -> list[Tensor]:
         """Right operands of this layer's products, one expert for all."""
@@ -144,7 +142,8 @@ class Qwen3Moe:
         self.config = config
         self.arithmetic = arithmetic
         self.embedding_VD = empty_weight(arithmetic, config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, index, arithmetic) for index in range(config.num_layers)]
+        self.attention = choose_attention(arithmetic)
+        self.layers = [DecoderLayer(config, index, arithmetic, self.attention) for index in range(config.num_layers)]
         self.norm_D = empty_weight(arithmetic, config.hidden_size)
         tied = config.tie_word_embeddings
         self.head_VD = self.embedding_VD if tied else empty_weight(arithmetic, config.vocab_size, config.hidden_size)
@@ -159,7 +158,7 @@ class Qwen3Moe:
         rotary_T2d = self.rotary_P2d[F.pad(batch.positions_T, padding)]
         head_slots_N = kv.head_slots(batch.kv_slots_T)
         kv.begin_pages(batch.kv_slots_T)
-        plan = plan_attention(batch, kv, deterministic=self.arithmetic.deterministic)
+        plan = self.attention.plan(batch, kv)
         routed = []
         for layer in self.layers:
             x_TD, ids_TK = layer.forward(x_TD, rotary_T2d, head_slots_N, kv, plan)
@@ -174,7 +173,7 @@ class Qwen3Moe:
         return self.arithmetic.tokenwise(self._head, x_MD)[0][:num_wanted]
 
     def _head(self, x_MD: Tensor) -> tuple[Tensor, ...]:
-        normed_MD = rms_norm(x_MD, self.norm_D, self.config.rms_norm_eps)
+        normed_MD = self.arithmetic.rms_norm(x_MD, self.norm_D, self.config.rms_norm_eps)
         return (self.arithmetic.linear(normed_MD, self.head_VD).float(),)
 
     def matrices(self) -> list[Tensor]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from batchgen.arithmetic import Arithmetic, has_native_bfloat16
+from batchgen.arithmetic import Arithmetic
 from batchgen.errors import ModelError
 from batchgen.loader import Checkpoint, load_weights
 from batchgen.models import qwen3_moe
@@ -41,7 +41,7 @@ def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch
     """`auto` is the checkpoint's type, or float32 where bfloat16 has no instructions."""
     if dtype != "auto":
         return DTYPES[dtype]
-    return torch.bfloat16 if config.dtype.endswith("bfloat16") and has_native_bfloat16(device) else torch.float32
+    return torch.bfloat16 if config.dtype.endswith("bfloat16") and device.type != "cpu" else torch.float32
 
 
 def load_model(folder: str, dtype: str, device: str | torch.device, deterministic: bool) -> LoadedModel:

@@ -12,11 +12,9 @@ from batchgen.models.blocks import empty_weight, gated_silu
 from batchgen.moe.dispatch import dispatch
 
 BLOCK_EXPERTS = 4
-"""Experts multiplied in one padded batch while each has few rows; float32 products."""
+"""Experts multiplied in one padded batch while each has few rows."""
 BLOCK_MAX_ROWS = 32
-"""Mean rows per expert above which they are multiplied one by one, without padding; float32 products."""
-COLUMN_BLOCK_EXPERTS = 8
-"""Experts of a padded batch in bfloat16 products."""
+"""Mean rows per expert above which they are multiplied one by one, without padding."""
 
 
 class Experts:
@@ -28,20 +26,18 @@ class Experts:
         self.gate_up_EFD = empty_weight(arithmetic, num_experts, 2 * width, hidden_size)
         self.down_EDF = empty_weight(arithmetic, num_experts, hidden_size, width)
 
-    def __call__(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
-        """Outputs of each token's K experts, [T, K, D], in the order of `ids_TK`."""
+    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sum of each token's K experts, [T, D]."""
+        if self.arithmetic.kernels is not None:
+            return self.arithmetic.kernels.experts(x_TD, self.gate_up_EFD, self.down_EDF, ids_TK, weights_TK)
         if self.arithmetic.deterministic:
-            return self._tiled(x_TD, ids_TK)
-        if self.arithmetic.device.type == "cuda":
-            return self._grouped(x_TD, ids_TK)
-        return self._columns(x_TD, ids_TK) if self.arithmetic.weights_first else self._blocked(x_TD, ids_TK)
-
-    def _block_size(self, most: int) -> int:
-        return most if self.num_experts % most == 0 else 1
+            return self.arithmetic.tokenwise(_combine, self._tiled(x_TD, ids_TK), weights_TK)[0]
+        outputs = self._grouped if self.arithmetic.device.type == "cuda" else self._blocked
+        return _combine(outputs(x_TD, ids_TK), weights_TK)[0]
 
     def _blocked(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         few_rows = ids_TK.numel() <= BLOCK_MAX_ROWS * self.num_experts
-        block = self._block_size(BLOCK_EXPERTS if few_rows else 1)
+        block = BLOCK_EXPERTS if few_rows and self.num_experts % BLOCK_EXPERTS == 0 else 1
         batch = dispatch(ids_TK, self.num_experts, block=block, multiple=1)
         h_RF = gated_silu(self._block_products(x_TD.index_select(0, batch.token_R), self.gate_up_EFD, batch.rows_E, block))
         return self._block_products(h_RF, self.down_EDF, batch.rows_E, block)[batch.row_TK]
@@ -57,24 +53,6 @@ class Experts:
             torch.bmm(x_RD[start:end].view(block, -1, x_RD.shape[1]), weight.mT, out=y_RN[start:end].view(block, -1, y_RN.shape[1]))
             start = end
         return y_RN
-
-    def _columns(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
-        """Weights as the left operand, activations as columns: oneDNN need not repack the weights on every call."""
-        block = self._block_size(COLUMN_BLOCK_EXPERTS)
-        batch = dispatch(ids_TK, self.num_experts, block=block, multiple=1)
-        x_RD = x_TD.index_select(0, batch.token_R)
-        y_RD = torch.empty_like(x_RD)
-        start = 0
-        for first in range(0, self.num_experts, block):
-            end = start + batch.rows_E[first] * block
-            if end == start:
-                continue
-            x_GDR = x_RD[start:end].view(block, -1, x_RD.shape[1]).mT.contiguous()
-            gate_GFR, up_GFR = torch.bmm(self.gate_up_EFD[first : first + block], x_GDR).chunk(2, dim=1)
-            y_GDR = torch.bmm(self.down_EDF[first : first + block], F.silu(gate_GFR) * up_GFR)
-            y_RD[start:end].view(block, -1, x_RD.shape[1]).copy_(y_GDR.mT)
-            start = end
-        return y_RD[batch.row_TK]
 
     def _tiled(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         batch = dispatch(ids_TK, self.num_experts, block=1, multiple=TILE_ROWS)
@@ -93,6 +71,6 @@ class Experts:
         return F.grouped_mm(gated_silu(gate_up_RF), self.down_EDF.mT, offs=offsets_E)[batch.row_TK]
 
 
-def combine(y_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+def _combine(y_TKD: Tensor, weights_TK: Tensor) -> tuple[Tensor]:
     """Weighted sum over a token's experts, in the router's order."""
-    return torch.bmm(weights_TK.to(y_TKD.dtype).unsqueeze(1), y_TKD).squeeze(1)
+    return (torch.bmm(weights_TK.to(y_TKD.dtype).unsqueeze(1), y_TKD).squeeze(1),)

@@ -1,0 +1,40 @@
+"""Attention over paged KV by the CPU's compiled kernel. In: queries, the KV cache. Out: attention outputs. Never writes or copies KV.
+
+Shapes: T tokens, B rows, H KV heads, G query heads per KV head, d head size, P pages.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from batchgen.kernels.cpu import CpuKernels
+from batchgen.kv_cache import KVCache
+from batchgen.packing import PackedBatch
+
+
+@dataclass(slots=True, kw_only=True)
+class CompiledPlan:
+    """Where each token's keys are."""
+
+    row_T: Tensor
+    """int64, row of the page table."""
+    positions_T: Tensor
+    page_table_BP: Tensor
+
+
+@dataclass(slots=True)
+class CompiledAttention:
+    """Each token's keys page by page, with a running softmax; batch-invariant."""
+
+    kernels: CpuKernels
+
+    def plan(self, batch: PackedBatch, kv: KVCache) -> CompiledPlan:
+        """Row of each token."""
+        row_T = torch.arange(len(batch.query_starts) - 1).repeat_interleave(torch.tensor(batch.query_starts).diff())
+        return CompiledPlan(row_T=row_T, positions_T=batch.positions_T, page_table_BP=batch.page_table_BP)
+
+    def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: CompiledPlan, scale: float) -> Tensor:
+        """Outputs [T, H * G * d]."""
+        k, v = kv.k_LPHSD[layer], kv.v_LPHSD[layer]
+        return self.kernels.attention(q_THGd, k, v, plan.page_table_BP, plan.row_T, plan.positions_T, scale)
