@@ -164,11 +164,11 @@ INLINE void product(const float *const *x, long rows, const void *weight, int is
     }
 }
 
-static void product_float32(const float *const *x, long rows, const void *weight, long first, long end, long depth, float *const *y) {
+static __attribute__((noinline)) void product_float32(const float *const *x, long rows, const void *weight, long first, long end, long depth, float *const *y) {
     product(x, rows, weight, 0, first, end, depth, y);
 }
 
-static void product_bfloat16(const float *const *x, long rows, const void *weight, long first, long end, long depth, float *const *y) {
+static __attribute__((noinline)) void product_bfloat16(const float *const *x, long rows, const void *weight, long first, long end, long depth, float *const *y) {
     product(x, rows, weight, 1, first, end, depth, y);
 }
 
@@ -332,7 +332,7 @@ INLINE long cache_offset(const cache *kv, long position) {
 
 /* Keys first to first + count, added to a running softmax of `rows` query heads, a compile-time constant.
  * most, total: largest score and sum of exponentials so far; out: sum of exponentials times values so far. */
-INLINE void attend_keys(const int rows, const int is_bfloat16, const float *const *q, const cache *kv, long first, long count, float *most,
+INLINE void attend_keys(const int rows, int is_bfloat16, const float *const *q, const cache *kv, long first, long count, float *most,
                         float *total, float *const *out) {
     float scores[TILE_ROWS][BLOCK_KEYS], *at[TILE_ROWS], shrink[TILE_ROWS];
     const char *values[BLOCK_KEYS];
@@ -340,7 +340,7 @@ INLINE void attend_keys(const int rows, const int is_bfloat16, const float *cons
         piece = kv->S - (first + c) % kv->S < count - c ? kv->S - (first + c) % kv->S : count - c;
         long offset = cache_offset(kv, first + c);
         for (int r = 0; r < rows; r++) at[r] = scores[r] + c;
-        product(q, rows, kv->keys + offset, is_bfloat16, 0, piece, kv->D, at);
+        (is_bfloat16 ? product_bfloat16 : product_float32)(q, rows, kv->keys + offset, 0, piece, kv->D, at);
         for (long i = 0; i < piece; i++) values[c + i] = kv->values + offset + i * kv->D * kv->size;
     }
     for (int r = 0; r < rows; r++) {
@@ -372,8 +372,7 @@ INLINE void attend_keys(const int rows, const int is_bfloat16, const float *cons
     }
 }
 
-#define KEYS(rows, is_bfloat16) \
-    case (rows) * 2 + (is_bfloat16): attend_keys(rows, is_bfloat16, q, &kv, first, count, most, total, sums); break;
+#define KEYS(rows) case rows: attend_keys(rows, (int)is_bfloat16, q, &kv, first, count, most, total, sums); break;
 
 /* Causal attention of each token over its own row's keys: out_THGD. row_T: row of the page table [B, P]. */
 void attention(const float *q_THGD, const void *k, const void *v, long is_bfloat16, const int64_t *table, long P, const int64_t *row,
@@ -401,7 +400,7 @@ void attention(const float *q_THGD, const void *k, const void *v, long is_bfloat
                     __builtin_prefetch(kv.values + offset + at);
                 }
             }
-            switch (rows * 2 + is_bfloat16) { KEYS(4, 0) KEYS(4, 1) KEYS(3, 0) KEYS(3, 1) KEYS(2, 0) KEYS(2, 1) KEYS(1, 0) KEYS(1, 1) }
+            switch (rows) { KEYS(4) KEYS(3) KEYS(2) KEYS(1) }
         }
         for (int r = 0; r < rows; r++)
             for (long d = 0; d < D; d++) sums[r][d] /= total[r];

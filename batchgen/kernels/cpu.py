@@ -1,7 +1,7 @@
 """The compiled products of cpu.c. In: CPU tensors. Out: CPU tensors. Never decides whether they pay: `load` says whether they exist.
 
 Compiled on first use by the machine's own C compiler (`CC`, else cc, gcc or clang) for its own processor, and kept in the user's
-cache folder; takes about two seconds once. Without a compiler there are none, and plain torch does the work at about a third of the speed.
+cache folder; takes some seconds once. Without a compiler there are none, and plain torch does the work at about a third of the speed.
 
 Shapes: T tokens, K experts per token, E experts, D model or head size, F expert width, N outputs, H KV heads, G query heads per KV head,
 P pages of a row, S slots of a page.
@@ -125,6 +125,7 @@ def _compiled(compiler: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen"
     path = folder / f"cpu-{key}.so"
     if not path.exists():
+        log.info("CPU kernels: compiling with %s, once for this machine; some seconds", compiler)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
