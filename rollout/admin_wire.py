@@ -60,13 +60,7 @@ class Failure(_Call, kw_only=True):
     error: ErrorInfo
 
 
-class Refused(Message, kw_only=True):
-    """A message that was not a call could not be read; the connection stays."""
-
-    error: ErrorInfo
-
-
 AdminCall = Pause | Resume | AbortAll | Shutdown | GetHealth | GetStats
 READ_ONLY = (GetHealth, GetStats)
 ToAdmin = AdminCall | weights.FromPublisher
-FromAdmin = Done | AdminAnswer | Failure | Refused | weights.ToPublisher
+FromAdmin = Done | AdminAnswer | Failure | weights.Refused | weights.ToPublisher

@@ -161,11 +161,19 @@ class Service:
                 else:
                     for action in self._router.handle(event, self.now()):
                         self._carry_out(action)
-                if self._holding and not any(self._router.outstanding(name) for name in self._nodes.nodes):
-                    self._holding = False
-                    self._events.append(sync.Drained())
+                self._check_drained()
         finally:
             self._working = False
+
+    def _check_drained(self) -> None:
+        """While an update waits for running samples: tell it when there are none, or that a pause holds them."""
+        if not self._holding:
+            return
+        if not any(self._router.outstanding(name) for name in self._nodes.nodes):
+            self._holding = False
+            self._events.append(sync.Drained())
+        elif held := self.held_by_pause():
+            self._events.append(sync.HeldByPause(held))
 
     def _carry_out(self, action: rt.Action) -> None:
         match action:
@@ -319,6 +327,10 @@ class Service:
         self._paused_at = self._paused_at or self.now()
         self._nodes.paused = True
         return self._nodes.control("pause")
+
+    def held_by_pause(self) -> int:
+        """Unfinished samples at nodes while generation is paused; 0 when it is not."""
+        return sum(self._router.outstanding(name) for name in self._nodes.nodes) if self._paused_at is not None else 0
 
     def resume(self) -> int:
         self._paused_at, self._nodes.paused = None, False

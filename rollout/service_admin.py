@@ -18,6 +18,7 @@ from rollout.security import Role
 from rollout.wire import HeaderDecoder, cut, encode
 from weights_sync import events as sync
 from weights_sync import messages as weights
+from weights_sync.coordinator import held_by_pause
 
 log = logging.getLogger("rollout.service")
 _decoder = HeaderDecoder(wire.ToAdmin)
@@ -31,6 +32,7 @@ class Operations(Protocol):
     def resume(self) -> int: ...
     def abort_all(self) -> int: ...
     def shutdown(self, drain_s: float) -> int: ...
+    def held_by_pause(self) -> int: ...
     def health(self) -> Health: ...
     def stats(self) -> ServiceStats: ...
     def count(self, name: str, times: int = 1) -> None: ...
@@ -59,6 +61,8 @@ class AdminDesk:
             if isinstance(message, wire.AdminCall):
                 self._call(peer, message)
             else:
+                if isinstance(message, weights.Begin) and message.policy == "finish" and (held := self._operations.held_by_pause()):
+                    raise BatchGenError(held_by_pause(held), code="paused")
                 self._sync_event(sync.PublisherSaid(peer, message, frames[1] if len(frames) == 2 else None))
         except BatchGenError as error:
             self._refuse(peer, message, error.info())
@@ -97,7 +101,10 @@ class AdminDesk:
         if isinstance(message, wire.AdminCall):
             self._send(peer, [encode(wire.Failure(call=message.call, error=error))])
         elif message is not None:
-            failed = weights.Failed(update=getattr(message, "update", weights.NO_UPDATE), version=0, reasons=weights.short([error.message]))
+            failed = weights.Failed(
+                update=getattr(message, "update", weights.NO_UPDATE), version=0, reasons=weights.short([error.message]), code=error.code,
+                retryable=error.retryable,
+            )  # fmt: skip
             self._send(peer, [weights.encode(failed)])
         else:
-            self._send(peer, [encode(wire.Refused(error=error))])
+            self._send(peer, [weights.encode(weights.Refused(error=error))])

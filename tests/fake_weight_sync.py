@@ -146,8 +146,9 @@ class World:
     def __post_init__(self):
         self.now = 0.0
         self.coordinator = Coordinator(self.limits)
-        self.nodes, self.serving, self.channels = {}, {}, {}
+        self.nodes, self.serving, self.channels, self.gone = {}, {}, {}, set()
         self.version, self.held, self.history = None, False, []
+        self.num_channels = 0
         self._queue, self._working = deque(), False
         for specs in self.specs:
             self.add_node(FakeTarget(specs))
@@ -196,6 +197,8 @@ class World:
             case SendPublisher(peer, message, data):
                 if peer in self.channels:
                     self.channels[peer].inbox.append([m.encode(message)] if data is None else [m.encode(message), data])
+                elif peer not in self.gone:
+                    self._queue.append(PublisherLeft(peer))
             case SetServing(node, serving, _):
                 self.serving[node] = serving
             case VersionChanged(version):
@@ -222,7 +225,9 @@ class FakeChannel:
     """Called instead of waiting when nothing has come."""
 
     def __init__(self, world):
-        self.world, self.peer, self.inbox = world, str(len(world.channels)).encode(), deque()
+        self.world, self.inbox = world, deque()
+        world.num_channels += 1
+        self.peer = str(world.num_channels).encode()
         world.channels[self.peer] = self
 
     def send(self, frames, timeout_s):
@@ -240,5 +245,10 @@ class FakeChannel:
         return self.inbox.popleft() if self.inbox else None
 
     def close(self):
+        self.world.gone.add(self.peer)
         self.world.tell(PublisherLeft(self.peer))
+        del self.world.channels[self.peer]
+
+    def kill(self):
+        """The process is gone and nobody has noticed: what is sent to it comes back as undeliverable."""
         del self.world.channels[self.peer]

@@ -52,6 +52,47 @@ async def test_each_policy_treats_running_samples_as_it_says(policy):
             }[policy]  # fmt: skip
 
 
+@in_loop
+async def test_finish_while_paused_with_running_samples_is_refused_at_once_and_the_other_policies_work():
+    made, factories = engines(1, step_s=0.01, tokens_per_step=1)
+    async with running(*factories) as (one, client):
+        work = asyncio.create_task(client.generate([[1]], SamplingParams(n=2, max_tokens=60)))
+        await until(lambda: one.health().nodes[0].outstanding == 2)
+        await client.pause()
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(
+            WeightUpdateError, match=r"paused and 2 unfinished samples.*resume first, or push with policy continue"
+        ) as refused:
+            await client.update_weights(tensors(1.0), version=1)
+        assert refused.value.code == "paused" and asyncio.get_running_loop().time() - started < 2
+        assert made[0].weights_version == 0 and not one._coordinator.busy
+        await client.update_weights(tensors(1.0), version=1, policy="continue")
+        await client.resume()
+        (group,) = await work
+        assert {sample.finish_reason for sample in group.samples} == {"length"}
+        await client.pause()
+        await client.update_weights(tensors(2.0), version=2)  # nothing runs: nothing is held
+        await client.resume()
+        assert made[0].weights_version == 2
+
+
+@in_loop
+async def test_a_pause_while_finish_waits_ends_the_update_with_the_reason():
+    made, factories = engines(1, step_s=0.01, tokens_per_step=1)
+    async with running(*factories) as (one, client):
+        work = asyncio.create_task(client.generate([[1]], SamplingParams(n=2, max_tokens=200)))
+        await until(lambda: one.health().nodes[0].outstanding == 2)
+        push = asyncio.create_task(client.update_weights(tensors(1.0), version=1))
+        await until(lambda: one._holding)
+        await client.pause()
+        with pytest.raises(WeightUpdateError, match="paused") as refused:
+            await push
+        assert refused.value.code == "paused"
+        await client.resume()
+        (group,) = await work
+        assert [sample.weights_versions for sample in group.samples] == [[(0, 0, 200)]] * 2 and made[0].weights_version == 0
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -9,6 +9,7 @@ from weights_sync import messages as m
 from weights_sync.coordinator import Coordinator, CoordinatorLimits, Phase
 from weights_sync.events import (
     Drained,
+    HeldByPause,
     HoldDispatch,
     NodeJoined,
     NodeLeft,
@@ -183,6 +184,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def drain(self):
         self.tell(Drained())
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def pause(self):
+        self.tell(HeldByPause(3))
 
     @rule(seconds=st.sampled_from([0.5, 3, 11, 31, 61]))
     def wait(self, seconds):

@@ -175,13 +175,8 @@ def test_trainer_killed_in_the_middle_of_a_push_leaves_the_old_weights_and_the_n
     with RolloutClient(serving[0], admin_url=serving[1]) as client:
         (old,) = client.generate([PROMPT], GREEDY)
         assert old.samples[0].token_ids == fresh(folders[0]).token_ids and old.samples[0].weights_versions == [(0, 0, 64)]
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                client.update_weights(folders[1], version=1)
-                break
-            except WeightUpdateError as error:
-                assert error.retryable and "in progress" in str(error) and time.monotonic() < deadline
-                time.sleep(0.5)
+        started = time.monotonic()
+        client.update_weights(folders[1], version=1)
+        assert time.monotonic() - started < 5, "the push waited for a dead publisher's deadline"
         (new,) = client.generate([PROMPT], GREEDY)
         assert new.samples[0].token_ids == fresh(folders[1]).token_ids and new.samples[0].weights_versions == [(1, 0, 64)]

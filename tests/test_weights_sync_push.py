@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from batchgen.errors import WeightUpdateError
 from weights_sync import WeightPublisher, publisher
 from weights_sync import messages as m
+from weights_sync.events import PublisherSaid
 
 
 @pytest.fixture(autouse=True)
@@ -236,12 +237,15 @@ def test_one_node_of_another_shape_refuses_for_all():
     assert [node.target.stage for node in world.nodes.values()] == [None, None] and world.version == 0
 
 
-def test_second_push_during_an_update_is_refused_and_disturbs_nothing(on_send):
+def test_second_push_during_an_update_is_refused_and_disturbs_nothing(on_send, on_wait):
     world = World()
+    on_wait(lambda: (world.tell(PublisherSaid(*first)), world.advance(0.5)))
+    first = []
 
     def interrupt(message, data):
         if isinstance(message, m.Bucket) and message.index == 1:
             FakeChannel.on_send = None
+            first[:] = [world.coordinator._update.peer, m.Abort(update="f" * 16, reason="")]  # any word shows that it lives
             with pytest.raises(WeightUpdateError, match="update to version 1 is in progress") as error:
                 push(world, version=2)
             assert error.value.retryable
@@ -320,6 +324,34 @@ def test_publisher_killed_midway_frees_staging_after_the_deadline_and_the_next_p
     assert world.coordinator.busy and world.nodes["n0"].target.stage is not None
     world.advance(world.limits.silence_s + 1)
     assert_untouched(world)
+
+
+def half_a_push(world, monkeypatch):
+    """A publisher that falls silent when the first bucket is due; its channel."""
+    channel = world.open_admin_channel()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(publisher._Packer, "pack", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(FakeChannel, "on_send", staticmethod(lambda message, data: None if isinstance(message, m.Abort) else (message, data)))
+        publisher._Push(channel, publisher.open_source(state()), 1, "finish", 60.0).run()
+    assert world.coordinator.busy
+    return channel
+
+
+def test_a_push_that_meets_the_update_of_a_dead_publisher_takes_over_at_once(monkeypatch):
+    world = World([SPECS, SPECS])
+    half_a_push(world, monkeypatch).kill()
+    push(world, version=1)
+    assert world.now == 0.0
+    assert_holds(world, state())
+
+
+def test_a_push_that_meets_a_silent_publisher_waits_and_takes_over_when_its_time_is_up(monkeypatch, on_wait):
+    world = World([SPECS, SPECS])
+    half_a_push(world, monkeypatch)
+    on_wait(lambda: world.advance(0.5))
+    push(world, version=1)
+    assert world.now <= world.limits.silence_s + 1
+    assert_holds(world, state())
 
 
 def test_publisher_whose_connection_closes_midway_frees_staging_at_once(on_send):

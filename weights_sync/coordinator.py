@@ -14,6 +14,7 @@ from weights_sync.events import (
     Action,
     Drained,
     Event,
+    HeldByPause,
     HoldDispatch,
     NodeJoined,
     NodeLeft,
@@ -46,6 +47,23 @@ class CoordinatorLimits:
     """Seconds between two signs of life to the publisher."""
 
 
+PROBE_S = 0.4
+"""Time for the word that probes a publisher's connection to come back as undeliverable."""
+DEFAULT_CODE = "weight_update_failed"
+
+
+def held_by_pause(samples: int) -> str:
+    """Why policy finish is refused while generation is paused."""
+    return (
+        f"generation is paused and {samples} unfinished samples are held at the nodes, so policy finish would wait for ever; "
+        "resume first, or push with policy continue (they go on under the new weights) or abort"
+    )
+
+
+def _in_progress(update: "_Update") -> str:
+    return f"the update to version {update.begin.version} is in progress; push again when it has ended"
+
+
 # ---- state --------------------------------------------------------------------------------------------------------------
 
 
@@ -65,6 +83,16 @@ class _Node:
     trouble: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A begin that came during an update whose publisher may be dead."""
+
+    peer: Peer
+    begin: m.Begin
+    table: Any
+    since: float
+
+
 @dataclass(slots=True)
 class _Update:
     peer: Peer
@@ -72,6 +100,8 @@ class _Update:
     ends_at: float
     heard_at: float
     """When the last expected word came; silence is counted from here."""
+    spoke_at: float
+    """When the publisher spoke last."""
     told_at: float
     waiting: set[str]
     """Nodes whose ready (CHECKING) or end of swap (COMMITTING) is awaited."""
@@ -96,6 +126,7 @@ class Coordinator:
         """None until the first node has joined."""
         self._nodes: dict[str, _Node] = {}
         self._update: _Update | None = None
+        self._next: _Waiting | None = None
         self._last: m.Begin | None = None
         """The last update that was decided."""
         self._asking: dict[Peer, str] = {}
@@ -119,11 +150,15 @@ class Coordinator:
         out: list[Action] = []
         match event:
             case PublisherSaid(peer, message, data):
+                if self._update is not None and self._update.peer == peer:
+                    self._update.spoke_at = now
                 self._publisher_said(peer, message, data, now, out)
             case NodeSaid(node, message, data):
                 self._node_said(node, message, data, now, out)
             case PublisherLeft(peer):
                 self._asking.pop(peer, None)
+                if self._next is not None and self._next.peer == peer:
+                    self._drop_next("the publisher's connection was lost", out)
                 if self._update and self._update.peer == peer and not self._update.commit_asked:
                     self._fail(["the publisher's connection was lost"], out, retryable=True)
             case NodeJoined(node, version):
@@ -133,8 +168,15 @@ class Coordinator:
             case Drained():
                 if self._update and self._update.phase is Phase.DRAINING:
                     self._decide(now, out)
+            case HeldByPause(samples):
+                if self._update and self._update.phase is Phase.DRAINING:
+                    self._fail([held_by_pause(samples)], out, code="paused")
             case Tick():
                 self._check_deadlines(now, out)
+                self._answer_next(now, out)
+        if self._next is not None and self._update is None:
+            following, self._next = self._next, None
+            self._begin(following.peer, following.begin, following.table, now, out)
         return out
 
     # ---- publisher ------------------------------------------------------------------------------------------------------
@@ -144,6 +186,8 @@ class Coordinator:
             self._describe(peer, out)
         elif isinstance(message, m.Begin):
             self._begin(peer, message, data, now, out)
+        elif self._next is not None and self._next.peer == peer and self._next.begin.update == message.update:
+            self._drop_next("the publisher gave up, or went on without waiting for ready", out)
         elif self._update is None or self._update.peer != peer or self._update.begin.update != message.update:
             if isinstance(message, m.Commit):
                 self._refuse(peer, message.update, "this update is over or was never begun; push again", out)
@@ -170,7 +214,12 @@ class Coordinator:
             self._refuse(peer, begin.update, reason, out, retryable)
 
         if self._update is not None:
-            refuse(f"the update to version {self._update.begin.version} is in progress; push again when it has ended", retryable=True)
+            if self._next is not None or self._update.peer == peer or self._update.phase is Phase.COMMITTING:
+                refuse(_in_progress(self._update), retryable=True)
+                return
+            # A trainer that was killed and started again meets its own update: this word shows whether the old connection still exists.
+            self._next = _Waiting(peer, begin, table, now)
+            out.append(SendPublisher(self._update.peer, m.Progress(update=self._update.begin.update, phase=self._update.phase.value)))
         elif not self._nodes or self.version is None:
             refuse("no node has joined the service; push again when one has", retryable=True)
         elif begin.version <= self.version:
@@ -184,11 +233,28 @@ class Coordinator:
                 begin=begin,
                 ends_at=now + begin.timeout_s,
                 heard_at=now,
+                spoke_at=now,
                 told_at=now,
                 waiting=set(nodes),
                 acks=dict.fromkeys(nodes, 0),
             )
             out += [SendNode(node, begin, table) for node in nodes]
+
+    def _answer_next(self, now: float, out: list[Action]) -> None:
+        """Refuse a waiting begin unless the publisher before it is silent although it is its turn: then it soon ends by its deadline."""
+        update, following = self._update, self._next
+        if update is None or following is None or now < following.since + PROBE_S:
+            return
+        its_turn = update.phase is Phase.SENDING and not update.commit_asked and update.acked == update.num_buckets
+        if its_turn and update.spoke_at <= following.since and now < following.since + following.begin.timeout_s:
+            out.append(SendPublisher(following.peer, m.Progress(update=following.begin.update, phase=_in_progress(update))))
+        else:
+            self._drop_next(_in_progress(update), out)
+
+    def _drop_next(self, reason: str, out: list[Action]) -> None:
+        following, self._next = self._next, None
+        assert following is not None
+        self._refuse(following.peer, following.begin.update, reason, out, retryable=True)
 
     def _bucket(self, bucket: m.Bucket, data: Any, now: float, out: list[Action]) -> None:
         update = self._update
@@ -332,7 +398,7 @@ class Coordinator:
             behind = f"it holds weights version {node.version}, the service is at {self.version}; the next update helps"
             out.append(SetServing(name, serving, "" if serving else node.trouble or behind))
 
-    def _fail(self, reasons: Sequence[str], out: list[Action], *, retryable: bool = False) -> None:
+    def _fail(self, reasons: Sequence[str], out: list[Action], *, retryable: bool = False, code: str = DEFAULT_CODE) -> None:
         """End an update that was not decided: the old version goes on everywhere."""
         update = self._update
         assert update is not None and update.phase is not Phase.COMMITTING
@@ -341,11 +407,13 @@ class Coordinator:
         out += [SendNode(node, m.Abort(update=update.begin.update, reason=told[0])) for node in update.acks if node in self._nodes]
         if update.phase is Phase.DRAINING:
             out.append(ReleaseDispatch())
-        self._refuse(update.peer, update.begin.update, told, out, retryable)
+        self._refuse(update.peer, update.begin.update, told, out, retryable, code)
 
-    def _refuse(self, peer: Peer, update: str, reasons: str | Sequence[str], out: list[Action], retryable: bool = False) -> None:
+    def _refuse(
+        self, peer: Peer, update: str, reasons: str | Sequence[str], out: list[Action], retryable: bool = False, code: str = DEFAULT_CODE
+    ) -> None:
         told = (reasons,) if isinstance(reasons, str) else tuple(reasons)
-        out.append(SendPublisher(peer, m.Failed(update=update, version=self.version or 0, reasons=told, retryable=retryable)))
+        out.append(SendPublisher(peer, m.Failed(update=update, version=self.version or 0, reasons=told, retryable=retryable, code=code)))
 
     def _check_deadlines(self, now: float, out: list[Action]) -> None:
         update = self._update

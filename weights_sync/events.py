@@ -50,11 +50,18 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldByPause:
+    """Generation is paused and running samples are held, so HoldDispatch has no end until somebody resumes."""
+
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; send one at least every second while an update lasts."""
 
 
-Event = PublisherSaid | PublisherLeft | NodeJoined | NodeLeft | NodeSaid | Drained | Tick
+Event = PublisherSaid | PublisherLeft | NodeJoined | NodeLeft | NodeSaid | Drained | HeldByPause | Tick
 
 
 # ---- actions ------------------------------------------------------------------------------------------------------------

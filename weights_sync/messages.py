@@ -30,6 +30,7 @@ MAX_TIMEOUT_S = 3600.0
 MAX_REASONS = 16
 """Reasons listed in one refusal; the last one says how many more there are."""
 MAX_REASON_CHARS = 1000
+MAX_CODE_CHARS = 128
 
 Policy = Literal["finish", "abort", "continue"]
 """What happens to running samples: they end first under the old weights, they end now with reason `abort`, or they go on under the new."""
@@ -166,6 +167,8 @@ class Failed(Message):
     update: UpdateId
     version: Version
     reasons: Reasons
+    code: Annotated[str, Meta(max_length=MAX_CODE_CHARS)] = "weight_update_failed"
+    """Stable name of what was wrong: this one, `paused`, or the service's own (`forbidden`)."""
     intact: bool = True
     """Nodes only. False: the weights may be a mixture; the node must not serve."""
     retryable: bool = False

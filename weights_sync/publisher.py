@@ -64,6 +64,9 @@ class WeightPublisher:
         Hugging Face checkpoint or with a trainer's prefixes. `version` must be greater than the one that serves. `timeout_s` covers all,
         waiting for running samples (policy `finish`) included. The tensors must not change until push returns.
 
+        While generation is paused, `finish` is refused at once if samples are running (code `paused`): they are held and cannot end.
+        Push between pause and resume with `continue` (they go on under the new weights) or `abort`, or with `finish` when nothing runs.
+
         Raises WeightUpdateError; the old version then serves, and its message lists what was wrong.
         """
         source = open_source(weights)
@@ -88,6 +91,8 @@ class _Push:
         self._policy = policy
         self._timeout_s = timeout_s
         self._update = m.new_update_id()
+        self._over = False
+        """Whether the service has ended the update."""
         self._acked = 0
         self._acked_at = 0.0
         self._ends_at = time.monotonic() + timeout_s + SWAP_S
@@ -162,7 +167,7 @@ class _Push:
 
     def _abort(self, error: BaseException) -> None:
         """Tell the service, if it still listens, so that nodes free their staging memory at once."""
-        if isinstance(error, WeightUpdateError) and error.code == "weight_update_failed":
+        if self._over:
             return
         with suppress(WeightUpdateError):
             reason = m.short([f"{type(error).__name__}: {error}"])[0]
@@ -188,7 +193,8 @@ class _Push:
             return None
         message = _decoder.decode(frames[0])
         if isinstance(message, m.Failed):
-            raise WeightUpdateError("; ".join(message.reasons), code="weight_update_failed", retryable=message.retryable)
+            self._over = True
+            raise WeightUpdateError("; ".join(message.reasons), code=message.code, retryable=message.retryable)
         if isinstance(message, m.Refused):
             raise WeightUpdateError(message.error.message, code=message.error.code, retryable=message.error.retryable)
         if isinstance(message, m.Ack):
