@@ -1,11 +1,13 @@
 """What a generation returns. In: finished sequences. Out: Sample and Group. Never imports torch."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
 
 from batchgen.errors import ErrorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["processed", "raw"]
@@ -33,7 +35,7 @@ class Sample(msgspec.Struct, kw_only=True):
     """(version, start, end): output tokens start..end-1 were sampled by these weights."""
     top_logprobs: list[dict[int, float]] | None = None
     """Per token the k most likely ids, most likely first (`SamplingParams.logprobs = k`)."""
-    routed_experts: np.ndarray | None = None
+    routed_experts: "np.ndarray | None" = None
     """int16 [prompt + output - 1, MoE layers, experts per token]: the router's choice for every position that was computed."""
     error: ErrorInfo | None = None
     """Set exactly when finish_reason is `error`."""

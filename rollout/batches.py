@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from batchgen.sampling_params import SamplingParams
 from rollout import limits
@@ -131,7 +130,7 @@ def encode_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def decode_ids(prompt: bytes) -> list[int]:
-    ids: list[int] = np.frombuffer(prompt, dtype="<i4").tolist()
+    ids: list[int] = memoryview(prompt).cast("i").tolist()
     return ids
 
 

@@ -8,10 +8,9 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from batchgen.errors import ErrorInfo
 from batchgen.events import EngineStats, ModelFacts, PromptScored, SampleFinished, SampleProgress
@@ -19,6 +18,9 @@ from batchgen.outputs import Group, Sample
 from rollout import limits
 from rollout.errors import ProtocolError
 from rollout.wire import ProgressItem, PromptItem, SampleItem, cut
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NO_ID = -1
 
@@ -99,13 +101,15 @@ def pack_sample(request: int, event: SampleFinished, logprobs_mode: str) -> tupl
     """The wire form of a finished sample. A sample that cannot be sent becomes an error sample that says why."""
     sample = event.sample
     text = sample.text.encode("utf-8", "replace")
-    parts = [array("i", sample.token_ids).tobytes(), np.asarray(sample.logprobs, dtype="<f4").tobytes()]
+    parts = [array("i", sample.token_ids).tobytes(), array("f", sample.logprobs).tobytes()]
     top_k = 0
     if sample.top_logprobs is not None:
         top_k, top = _pack_top(sample.top_logprobs)
         parts += top
     routed: tuple[int, int, int] | None = None
     if sample.routed_experts is not None:
+        import numpy as np
+
         experts = np.ascontiguousarray(sample.routed_experts, dtype="<i2")
         rows, layers, per_token = experts.shape
         routed = (rows, layers, per_token)
@@ -132,10 +136,9 @@ def unpack_sample(item: SampleItem, body: Any) -> Sample:
     routed_bytes = 2 * prod(item.routed) if item.routed else 0
     _expect(body, 8 * t + 8 * t * k + routed_bytes + item.text_bytes, "sample")
     reader = _Reader(body)
-    token_ids = reader.take("<i4", t).tolist()
-    logprobs = reader.take("<f4", t).tolist()
+    token_ids, logprobs = reader.ints(t), reader.floats(t)
     top = _unpack_top(reader, t, k) if k else None
-    routed = reader.take("<i2", prod(item.routed)).reshape(item.routed).copy() if item.routed else None
+    routed = reader.experts(item.routed) if item.routed else None
     return Sample(
         index=item.index, token_ids=token_ids, logprobs=logprobs, text=reader.text(item.text_bytes), finish_reason=item.finish_reason,
         stop_match=item.stop_match, detail=item.detail, seed=item.seed, weights_versions=item.spans,
@@ -146,14 +149,14 @@ def unpack_sample(item: SampleItem, body: Any) -> Sample:
 def pack_progress(request: int, event: SampleProgress) -> tuple[ProgressItem, bytes]:
     text = event.text.encode("utf-8", "replace")
     item = ProgressItem(request=request, index=event.index, start=event.start, num_tokens=len(event.token_ids), text_bytes=len(text))
-    return item, array("i", event.token_ids).tobytes() + np.asarray(event.logprobs, dtype="<f4").tobytes() + text
+    return item, array("i", event.token_ids).tobytes() + array("f", event.logprobs).tobytes() + text
 
 
 def unpack_progress(item: ProgressItem, body: Any) -> tuple[list[int], list[float], str]:
     t = item.num_tokens
     _expect(body, 8 * t + item.text_bytes, "progress")
     reader = _Reader(body)
-    return reader.take("<i4", t).tolist(), reader.take("<f4", t).tolist(), reader.text(item.text_bytes)
+    return reader.ints(t), reader.floats(t), reader.text(item.text_bytes)
 
 
 def pack_prompt(request: int, token_ids: Sequence[int], scored: PromptScored | None) -> tuple[PromptItem, bytes]:
@@ -161,7 +164,7 @@ def pack_prompt(request: int, token_ids: Sequence[int], scored: PromptScored | N
     top_k = 0
     if scored is not None:
         logprobs = [float("nan") if value is None else value for value in scored.prompt_logprobs]
-        parts.append(np.asarray(logprobs, dtype="<f4").tobytes())
+        parts.append(array("f", logprobs).tobytes())
         if scored.prompt_top_logprobs is not None:
             top_k, top = _pack_top(scored.prompt_top_logprobs)
             parts += top
@@ -173,10 +176,10 @@ def unpack_prompt(item: PromptItem, body: Any) -> tuple[list[int], list[float | 
     t, k = item.num_tokens, item.top_k
     _expect(body, 4 * t + (4 * t if item.scored else 0) + 8 * t * k, "prompt")
     reader = _Reader(body)
-    token_ids = reader.take("<i4", t).tolist()
+    token_ids = reader.ints(t)
     if not item.scored:
         return token_ids, None, None
-    logprobs = [None if value != value else value for value in reader.take("<f4", t).tolist()]
+    logprobs = [None if value != value else value for value in reader.floats(t)]
     return token_ids, logprobs, _unpack_top(reader, t, k) if k else None
 
 
@@ -219,33 +222,42 @@ def _expect(body: Any, size: int, what: str) -> None:
 
 def _pack_top(rows: list[dict[int, float]]) -> tuple[int, list[bytes]]:
     k = max((len(row) for row in rows), default=0)
-    ids = np.full((len(rows), k), NO_ID, dtype="<i4")
-    logprobs = np.zeros((len(rows), k), dtype="<f4")
-    for position, row in enumerate(rows):
-        ids[position, : len(row)] = list(row)
-        logprobs[position, : len(row)] = list(row.values())
+    ids, logprobs = array("i"), array("f")
+    for row in rows:
+        empty = k - len(row)
+        ids.extend([*row, *[NO_ID] * empty])
+        logprobs.extend([*row.values(), *[0.0] * empty])
     return k, [ids.tobytes(), logprobs.tobytes()]
 
 
 def _unpack_top(reader: "_Reader", t: int, k: int) -> list[dict[int, float]]:
-    ids_tk = reader.take("<i4", t * k).reshape(t, k).tolist()
-    logprobs_tk = reader.take("<f4", t * k).reshape(t, k).tolist()
-    return [{i: p for i, p in zip(ids, ps, strict=True) if i != NO_ID} for ids, ps in zip(ids_tk, logprobs_tk, strict=True)]
+    ids, logprobs = reader.ints(t * k), reader.floats(t * k)
+    rows = range(0, t * k, k)
+    return [{i: p for i, p in zip(ids[at : at + k], logprobs[at : at + k], strict=True) if i != NO_ID} for at in rows]
 
 
 class _Reader:
     """Reads consecutive arrays off one body."""
 
     def __init__(self, body: Any):
-        self._body = memoryview(body)
+        self._body = memoryview(body).cast("B")
         self._at = 0
 
-    def take(self, dtype: str, count: int) -> np.ndarray:
-        values = np.frombuffer(self._body, dtype=dtype, count=count, offset=self._at) if count else np.empty(0, dtype=dtype)
-        self._at += values.nbytes
-        return values
+    def ints(self, count: int) -> list[int]:
+        return self._take(4 * count).cast("i").tolist()
+
+    def floats(self, count: int) -> list[float]:
+        return list(self._take(4 * count).cast("f"))
+
+    def experts(self, shape: tuple[int, int, int]) -> "np.ndarray":
+        import numpy as np  # only here: a client that asks for no experts starts without it
+
+        return np.frombuffer(self._take(2 * prod(shape)), dtype="<i2").reshape(shape).copy()
+
+    def _take(self, size: int) -> memoryview:
+        piece = self._body[self._at : self._at + size]
+        self._at += size
+        return piece
 
     def text(self, size: int) -> str:
-        piece = bytes(self._body[self._at : self._at + size])
-        self._at += size
-        return piece.decode("utf-8", "replace")
+        return bytes(self._take(size)).decode("utf-8", "replace")
