@@ -2,6 +2,7 @@
 Never replaces a parameter's storage and never knows where tensors come from.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -110,7 +111,7 @@ class WeightFill:
         target.copy_(tensor)
         # A sum is finite unless a value is not, or it overflows: 50 times faster than looking at each value, which then decides.
         checked = tensor if tensor.dtype == target.dtype else target
-        if not torch.isfinite(checked.sum()) and not torch.isfinite(target).all():
+        if not math.isfinite(checked.sum().item()) and not torch.isfinite(target).all():
             raise WeightUpdateError(f"{name} has values that are not finite in {target.dtype}; the trainer's weights are broken")
 
 

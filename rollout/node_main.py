@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -28,6 +29,8 @@ def engine_factory(config: EngineConfig) -> EngineFactory:
         from batchgen.engine import Engine
 
         engine: EngineLike = Engine(config)
+        gc.collect()
+        gc.freeze()  # what a loaded model consists of is never garbage: collections between steps need not walk it (30 ms each)
         return engine
 
     return make

@@ -6,6 +6,7 @@ coordinator passes them on. A message is one MessagePack header and at most one 
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -56,10 +57,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     @property
     def num_bytes(self) -> int:
-        count = DTYPE_BYTES[self.dtype]
-        for size in self.shape:
-            count *= size
-        return count
+        return DTYPE_BYTES[self.dtype] * prod(self.shape)
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

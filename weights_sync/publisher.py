@@ -1,5 +1,6 @@
 """The trainer's end of a weight update. In: named tensors and a version. Out: a report once every node serves them, or a typed error."""
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -233,17 +234,18 @@ class _Packer:
         """The bucket's frame; valid until it is released."""
         memory = self._free.pop() if self._free else torch.empty(self._bucket_bytes, dtype=torch.uint8, pin_memory=self._source.on_gpu)
         self._used.append(memory)
-        devices = set()
+        devices, start = set(), memory.data_ptr()
         for part in bucket.parts:
             entry, pick = self._entries[part.tensor], self._picks[part.tensor]
-            tensor = self._get(pick.source)[pick.index]
-            target = memory[part.start : part.start + part.num_bytes]
+            whole = self._get(pick.source)
+            tensor = whole[pick.index] if pick.index else whole
             dtype: torch.dtype = getattr(torch, entry.dtype)
             if tensor.dtype == dtype and tensor.is_contiguous() and not tensor.is_cuda:
-                # One memcpy: torch would split it over threads, which wait for each other for longer than it takes.
-                data = tensor.view(-1).view(torch.uint8)[part.source : part.source + part.num_bytes]
-                target.numpy()[:] = data.numpy()
-            elif part.num_bytes == entry.num_bytes:
+                # Torch would split it over threads, which wait for each other for longer than it takes, and needs six views a tensor.
+                ctypes.memmove(start + part.start, tensor.data_ptr() + part.source, part.num_bytes)
+                continue
+            target = memory[part.start : part.start + part.num_bytes]
+            if part.num_bytes == entry.num_bytes:
                 target.view(dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
             else:
                 first = part.source // dtype.itemsize
