@@ -6,9 +6,10 @@ text (UTF-8, all text and chat prompts one after the other).
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from batchgen.sampling_params import SamplingParams
 from rollout import limits
@@ -17,7 +18,7 @@ from rollout.wire import AssignHead, PromptKind, RequestHead, frame_sizes
 
 ID_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
-_raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_raw_list = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=limits.MAX_PARAMS_PER_SUBMIT)])
 _params = msgspec.msgpack.Decoder(SamplingParams)
 
 
@@ -28,7 +29,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     content: str
 
 
-_chat = msgspec.json.Decoder(list[ChatMessage])
+_chat = msgspec.json.Decoder(Annotated[list[ChatMessage], Meta(min_length=1, max_length=limits.MAX_CHAT_MESSAGES)])
 
 
 class Batch:
@@ -89,9 +90,10 @@ def split(heads: Sequence[RequestHead] | Sequence[AssignHead], frames: Sequence[
     try:
         params = [bytes(raw) for raw in _raw_list.decode(frames[0])]
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProtocolError(f"params frame is not an array of SamplingParams: {error}") from None
-    if len(params) > limits.MAX_PARAMS_PER_SUBMIT or any(head.params >= len(params) for head in heads):
-        raise ProtocolError(f"params frame has {len(params)} entries; at most {limits.MAX_PARAMS_PER_SUBMIT}, each head's index among them")
+        what = f"an array of at most {limits.MAX_PARAMS_PER_SUBMIT} SamplingParams"
+        raise ProtocolError(f"params frame is not {what}: {error}") from None
+    if any(head.params >= len(params) for head in heads):
+        raise ProtocolError(f"params frame has {len(params)} entries; each head's index is among them")
     return params, _prompts(heads, frames)
 
 
@@ -139,7 +141,6 @@ def decode_chat(prompt: bytes) -> list[dict[str, str]]:
     try:
         messages = _chat.decode(prompt)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProtocolError(f"a chat prompt is a JSON array of {{role, content}}: {error}", code="invalid_prompt") from None
-    if not 0 < len(messages) <= limits.MAX_CHAT_MESSAGES:
-        raise ProtocolError(f"a chat prompt has 1 to {limits.MAX_CHAT_MESSAGES} messages, got {len(messages)}", code="invalid_prompt")
+        what = f"a JSON array of 1 to {limits.MAX_CHAT_MESSAGES} {{role, content}}"
+        raise ProtocolError(f"a chat prompt is {what}: {error}", code="invalid_prompt") from None
     return [{"role": message.role, "content": message.content} for message in messages]

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterable, Iterator
+from os import getpid
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -47,6 +48,7 @@ class RolloutClient:
         seed: int | None = None, name: str = "", connect_timeout_s: float = 10.0, service_timeout_s: float = 30.0,
         request_timeout_s: float = 3600.0,
     ):  # fmt: skip
+        self._process = getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-client", daemon=True)
         self._thread.start()
@@ -70,7 +72,7 @@ class RolloutClient:
 
     def close(self) -> None:
         """Leave: the service drops this client's unfinished requests; calls that wait raise ClosedError."""
-        if not self._closed:
+        if not self._closed and getpid() == self._process:
             self._run(self._client.close())
             self._stop()
 
@@ -155,6 +157,9 @@ class RolloutClient:
         return self._run(self._client.stats(timeout_s))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if getpid() != self._process:
+            work.close()
+            raise ClosedError("this client belongs to the process that made it and does not survive a fork; make a new one in this process")
         if self._closed:
             work.close()
             raise ClosedError("the client is closed; make a new one")

@@ -79,8 +79,6 @@ class ServiceLimits:
     """Requests wait this long for a node after the last serving one was lost or set aside, then end in the error no_nodes."""
     default_timeout_s: float = 3600.0
     """Deadline of a request that names none, from its acceptance."""
-    admin_call_s: float = 600.0
-    """Longest time an admin call may stay unanswered."""
     retry_after_s: float = 0.5
     """Advice in a reject for want of room."""
 

@@ -204,6 +204,8 @@ class Node:
                 else:
                     self._engine.control(message.op)
             case wire.Weights():
+                if not 1 <= len(frames) <= 2:
+                    raise ProtocolError(f"a weights message has one or two frames, got {len(frames)}")
                 word = _weights_decoder.decode(frames[0].buffer)
                 self._engine.say_weights(word, frames[1].buffer if len(frames) > 1 else None)
             case wire.Ping():

@@ -8,6 +8,7 @@ import asyncio
 import errno
 from collections import deque
 from collections.abc import Callable, Sequence
+from os import getpid
 from threading import get_ident
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -149,7 +150,7 @@ class Channel:
         self._on_trouble = on_trouble
         self._outboxes: dict[bytes, Outbox] = {}
         self._loop = asyncio.get_running_loop()
-        self._thread = get_ident()
+        self._thread, self._process = get_ident(), getpid()
         self._retry: asyncio.TimerHandle | None = None
         self._pump_due = False
         self.closed = False
@@ -200,8 +201,8 @@ class Channel:
         self._socket.close(linger=linger_ms)
 
     def _own(self) -> None:
-        if get_ident() != self._thread:
-            raise RuntimeError("a socket was used from a thread that does not own it")
+        if get_ident() != self._thread or getpid() != self._process:
+            raise RuntimeError("a socket was used from a thread or process that does not own it")
 
     def _try(self, peer: bytes, frames: Frames) -> SendResult:
         message = [peer, *frames] if self._routes else list(frames)
@@ -260,7 +261,11 @@ class Channel:
             peer = b""
             if self._routes:
                 peer = frames.pop(0).bytes
-            self._on_message(peer, frames)
+            try:
+                self._on_message(peer, frames)
+            except BaseException:
+                self._schedule()  # the loop reports the error; the messages behind this one are read all the same
+                raise
             if self.closed:
                 return
         else:

@@ -1,6 +1,7 @@
 """The client: the blocking facade, seeds, errors, and starting fast."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -105,6 +106,26 @@ def test_a_closed_client_says_so_and_closing_twice_is_fine():
         client.close()
         with pytest.raises(ClosedError):
             client.generate([[1]])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_client_used_after_a_fork_says_so_instead_of_waiting_for_ever():
+    with background(FakeEngine) as one, RolloutClient(one.url) as client:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                client.generate([[1]])
+            except ClosedError as error:
+                os.write(writer, str(error).encode())
+            finally:
+                client.close()
+                os._exit(0)
+        os.close(writer)
+        os.waitpid(child, 0)
+        assert b"fork" in os.read(reader, 1000)
+        os.close(reader)
+        assert len(client.generate([[1]])) == 1
 
 
 def test_the_blocking_client_raises_what_the_async_one_raises():

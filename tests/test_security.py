@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 from fake_engine import FakeEngine
-from rollout_kit import RawPeer, in_loop, node, service
+from rollout_kit import RawPeer, in_loop, node, service, until
 
 from batchgen.sampling_params import SamplingParams
 from rollout import sockets
@@ -256,6 +256,28 @@ async def test_a_socket_used_from_another_thread_is_refused():
     async with service() as one:
         with pytest.raises(RuntimeError, match="thread"):
             await asyncio.to_thread(one.send_frames, b"x", [b"y"])
+
+
+@in_loop
+async def test_an_error_in_a_handler_is_reported_and_the_messages_behind_it_are_read():
+    reported, seen = [], []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+
+    def on_message(_peer, frames):
+        seen.append(frames[0].bytes)
+        if len(seen) == 1:
+            raise ValueError("bug")
+
+    context = zmq.Context()
+    socket = sockets.router(context, "tcp://127.0.0.1:0", keys=None, zap_domain="x")
+    channel = sockets.Channel(socket, outbox_bytes=1000, on_message=on_message, on_trouble=lambda *_: None)
+    with RawPeer(socket.getsockopt_string(zmq.LAST_ENDPOINT)) as raw:
+        for number in b"abc":
+            raw.send(bytes([number]))
+        await until(lambda: len(seen) == 3)
+    channel.close()
+    context.term()
+    assert seen == [b"a", b"b", b"c"] and [type(error) for error in reported] == [ValueError]
 
 
 def test_no_module_can_decode_code():

@@ -1,5 +1,7 @@
 """Every limit of the wire, at the limit and one above."""
 
+import tracemalloc
+
 import msgspec
 import pytest
 
@@ -170,6 +172,16 @@ def test_params_per_message():
         split([head()], [msgspec.msgpack.encode([{}] * count), b"", b""])
 
     at_and_above(make, limits.MAX_PARAMS_PER_SUBMIT)
+
+
+def test_a_params_frame_with_too_many_entries_is_refused_before_they_are_made():
+    bomb = msgspec.msgpack.encode([{}] * (limits.MAX_PARAMS_BYTES - 5))
+    tracemalloc.start()
+    with pytest.raises(ProtocolError, match="at most 64"):
+        split([head()], [bomb, b"", b""])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
 
 
 def test_params_bytes():
