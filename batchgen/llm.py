@@ -79,7 +79,11 @@ class LLM:
         return [group for group in groups if group is not None]
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises RequestError when text or messages come without a tokenizer."""
+        """Token ids of a prompt. Raises RequestError when text or messages come without a tokenizer.
+
+        Names of control tokens (`<|im_end|>`) in a text or a message are ordinary text, so that what a user wrote cannot close its
+        turn. For a text that you rendered with a template yourself, pass `llm.engine.tokenizer.encode(text, parse_special=True)`.
+        """
         if isinstance(prompt, list) and all(type(token) is int for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         tokenizer = self.engine.tokenizer

@@ -1,6 +1,7 @@
 """Ids and text: the same as transformers and tokenizers, except that text never becomes a control token."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from text_samples import CORPUS, KINDS, SPECIAL, byte_level, metaspace
 from tokenizers import Tokenizer as Library
 
+from batchgen import LLM
 from batchgen.errors import ModelError, RequestError
 from batchgen.text.tokenizer import Tokenizer
 
@@ -60,6 +62,15 @@ def test_a_message_never_becomes_a_control_token(kind, text):
 def test_control_tokens_are_parsed_for_callers_who_ask(kind):
     ours, library = make(kind)
     assert library.token_to_id("</s>") in ours.encode("a</s>b", parse_special=True)
+
+
+@each_kind
+def test_a_prompt_of_llm_is_text_and_the_tokenizer_is_there_for_callers_who_render_their_own(kind):
+    ours, library = make(kind)
+    llm = LLM.__new__(LLM)
+    llm.engine = SimpleNamespace(tokenizer=ours)
+    end = library.token_to_id("</s>")
+    assert end not in llm.encode("a</s>b") and end in llm.encode(llm.engine.tokenizer.encode("a</s>b", parse_special=True))
 
 
 def test_special_is_also_what_the_config_calls_special_or_ends_generation():
