@@ -114,6 +114,27 @@ def test_non_contiguous_tensors_arrive_in_order():
     assert_holds(world, state())
 
 
+@pytest.mark.parametrize("shift", [0, 64])
+def test_neighbours_in_memory_travel_without_a_copy_and_outlive_their_owner(shift, monkeypatch):
+    """Tensors side by side in one block of memory, or with a gap that no bucket has."""
+    specs = {f"model.layers.{k}.w": fake_weight_sync.Spec((64, 33), "float32") for k in range(30)}
+    values = state(3, specs)
+    block, tensors, at = torch.full((30 * (64 * 33 * 4 + 64),), 0xFF, dtype=torch.uint8), {}, 0
+    for name, value in values.items():
+        size = value.nbytes
+        tensors[name] = block[at : at + size].view(torch.float32).view(value.shape).copy_(value)
+        at += size + shift
+    frames, in_place = [], publisher._Packer._in_place
+    monkeypatch.setattr(publisher._Packer, "_in_place", lambda *args: frames.append(in_place(*args)) or frames[-1])
+    world = World([specs])
+    push(world, tensors)
+    assert_holds(world, values)
+    assert len(frames) > 2 and all((frame is None) == bool(shift) for frame in frames)
+    del tensors, block
+    whole = b"".join(bytes(frame) for frame in frames if frame is not None)
+    assert shift or whole == b"".join(value.numpy().tobytes() for value in values.values())
+
+
 def test_stacked_experts_and_wrapper_prefixes_are_mapped():
     tensors = state()
     experts = "model.layers.0.mlp.experts"

@@ -219,7 +219,8 @@ class _Packer:
         self._picks = picks
         self._entries = entries
         self._bucket_bytes = bucket_bytes
-        self._used = deque[torch.Tensor]()
+        self._used = deque[torch.Tensor | None]()
+        """None: the frame is the trainer's own memory."""
         self._free = list[torch.Tensor]()
         self._num_released = 0
         self._held: tuple[str, torch.Tensor] | None = None
@@ -228,10 +229,14 @@ class _Packer:
         """The first `num_acked` buckets have arrived: their memory may be overwritten."""
         while self._num_released < num_acked:
             self._num_released += 1
-            self._free.append(self._used.popleft())
+            if (memory := self._used.popleft()) is not None:
+                self._free.append(memory)
 
     def pack(self, bucket: BucketPlan) -> memoryview:
         """The bucket's frame; valid until it is released."""
+        if (lying := self._in_place(bucket)) is not None:
+            self._used.append(None)
+            return lying
         memory = self._free.pop() if self._free else torch.empty(self._bucket_bytes, dtype=torch.uint8, pin_memory=self._source.on_gpu)
         self._used.append(memory)
         devices, start = set(), memory.data_ptr()
@@ -255,6 +260,29 @@ class _Packer:
         for device in devices:
             torch.cuda.synchronize(device)
         return memoryview(cast(Any, memory.numpy()))[: bucket.num_bytes]
+
+    def _in_place(self, bucket: BucketPlan) -> memoryview | None:
+        """The bucket where it lies in the trainer's memory, if it does: a piece of a large tensor, or neighbours such as a stack of
+        experts. Saves the copy; the frame keeps the tensors alive."""
+        last = bucket.parts[-1]
+        if not self._source.in_memory or last.start + last.num_bytes != bucket.num_bytes:
+            return None
+        tensors, first, used = list[torch.Tensor](), 0, 0
+        for part in bucket.parts:
+            pick = self._picks[part.tensor]
+            whole = self._source.get(pick.source)
+            tensor = whole[pick.index] if pick.index else whole
+            at = tensor.data_ptr() + part.source
+            first = first or at
+            if at != first + part.start or part.start != used or tensor.is_cuda or not tensor.is_contiguous():
+                return None
+            if tensor.dtype != getattr(torch, self._entries[part.tensor].dtype):
+                return None
+            tensors.append(tensor)
+            used += part.num_bytes
+        block: Any = (ctypes.c_ubyte * used).from_address(first)
+        block.tensors = tensors
+        return memoryview(block)
 
     def _get(self, name: str) -> torch.Tensor:
         """The trainer's tensor; the last one is kept, so that a stacked tensor of a folder is read once."""

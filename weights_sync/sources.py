@@ -25,11 +25,14 @@ class Source:
         dtypes: dict[str, torch.dtype],
         get: Callable[[str], torch.Tensor],
         on_gpu: bool = False,
+        in_memory: bool = True,
     ):
         self.shapes = shapes
         self.dtypes = dtypes
         self.get = get
         self.on_gpu = on_gpu
+        self.in_memory = in_memory
+        """Whether `get` returns the same memory each time, which the caller keeps until the push is over."""
 
 
 def open_source(weights: Weights) -> Source:
@@ -79,7 +82,7 @@ def _folder(path: Path) -> Source:
         tensor: torch.Tensor = handles[name].get_tensor(name)
         return tensor
 
-    return _checked(Source(shapes, dtypes, get))
+    return _checked(Source(shapes, dtypes, get, in_memory=False))
 
 
 _SAFETENSORS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
