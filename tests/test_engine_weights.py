@@ -163,7 +163,8 @@ def test_versions_only_grow(folders):
 def test_an_update_that_a_pause_would_hold_for_ever_is_refused_and_the_next_one_works(folders):
     llm = LLM(folders[0], decision_interval=4, **OPTIONS)
     llm.engine.submit(Request(request_id="held", prompt_token_ids=PROMPT, params=GREEDY, sample_indices=[0], seed_base=9))
-    llm.engine.step()
+    while not llm.engine.stats().running:
+        llm.engine.step()
     llm.engine.pause()
     with pytest.raises(WeightUpdateError, match="resume") as refused:
         llm.update_weights(state(folders[1]), version=1)
