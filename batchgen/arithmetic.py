@@ -6,7 +6,7 @@ are missing, by torch's products, for which a block of bfloat16 weights is widen
 kernels are batch-invariant. Otherwise batch-invariant mode computes in tiles of a fixed shape, so that the same kernel runs, in the
 same order, whatever else is in the batch.
 
-Shapes: T tokens, D inputs, N outputs, G weight matrices of one block.
+Shapes: T tokens, D inputs, N outputs, H heads, d head size, G weight matrices of one block.
 """
 
 import logging
@@ -72,6 +72,13 @@ class Arithmetic:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight.to(x.dtype) * wide.to(x.dtype)
+
+    def apply_rotary(self, x_THd: Tensor, rotary_T2d: Tensor) -> Tensor:
+        """Rotate pairs (i, i + d/2) of each head by its token's angle (Su et al. 2021)."""
+        if self.kernels is not None:
+            return self.kernels.rotate(x_THd, rotary_T2d)
+        cos, sin = rotary_T2d.to(x_THd.dtype).unsqueeze(2).unbind(1)
+        return x_THd * cos + x_THd.roll(x_THd.shape[-1] // 2, -1) * sin
 
     def check_invariance(self, weights: Iterable[Tensor]) -> None:
         """ModelError unless a row of a tile has the same product wherever in the tile it stands, for every shape among `weights`; a

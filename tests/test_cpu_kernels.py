@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from batchgen.kernels import cpu
+from batchgen.models.blocks import rotary_table
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason="needs a C compiler")
 
@@ -59,6 +60,15 @@ def test_rows_that_are_not_side_by_side_are_read_where_they_are():
     heads = wide.view(9, 6, 10)[:, 2:5]
     expected = F.rms_norm(heads, (10,), eps=1e-6) * (gains := randn(10))
     torch.testing.assert_close(cpu.load().rms_norm(heads, gains, 1e-6), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_heads_are_rotated_by_their_tokens_angle():
+    table = rotary_table(40, 6, 100.0, torch.device("cpu"))[torch.arange(3, 12)]
+    heads = randn(9, 30).view(9, 5, 6)[:, 1:4]
+    complex_heads = torch.complex(heads[..., :3], heads[..., 3:])
+    angles = torch.arange(3, 12)[:, None] / 100.0 ** (torch.arange(0, 6, 2) / 6)
+    turned = complex_heads * torch.polar(torch.ones(9, 3), angles)[:, None]
+    torch.testing.assert_close(cpu.load().rotate(heads, table), torch.cat((turned.real, turned.imag), -1), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_experts", [1, 5, 8, 31])

@@ -28,7 +28,8 @@
 #define TASK_OUTPUTS 96     /* outputs of a task, a multiple of TILE_OUTPUTS: its weights stay in a second-level cache */
 #define TASK_ROWS 256       /* rows of a task, at most */
 #define BLOCK_KEYS 16       /* keys of a step of the running softmax, whatever the page size; a multiple of LANES */
-#define SMALL 16384         /* values that one thread handles sooner than it wakes others */
+#define SMALL 16384         /* values that one thread handles sooner than it wakes others ... */
+#define FEW_PRODUCTS 1e5    /* ... and products: two microseconds of work */
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
@@ -178,7 +179,7 @@ typedef void (*product_function)(const float *const *, long, const void *, long,
 void linear(const float *x, long stride, const void *weight, long is_bfloat16, float *y, long T, long N, long D, long threads) {
     product_function multiply = is_bfloat16 ? product_bfloat16 : product_float32;
     long across = (N + TASK_OUTPUTS - 1) / TASK_OUTPUTS, down = (T + TASK_ROWS - 1) / TASK_ROWS;
-#pragma omp parallel for schedule(dynamic) num_threads((int)threads)
+#pragma omp parallel for schedule(dynamic) num_threads((int)threads) if ((double)T * N * D > FEW_PRODUCTS)
     for (long task = 0; task < across * down; task++) {
         long top = task / across * TASK_ROWS, first = task % across * TASK_OUTPUTS;
         long rows = T - top < TASK_ROWS ? T - top : TASK_ROWS, end = N - first < TASK_OUTPUTS ? N : first + TASK_OUTPUTS;
@@ -232,7 +233,7 @@ void experts(const float *x, const void *gate_up, const void *down, long is_bflo
     for (long e = E; e > 0; e--) start[e] = start[e - 1];
     start[0] = 0;
     long wide = (F + TASK_OUTPUTS - 1) / TASK_OUTPUTS, deep = (D + TASK_OUTPUTS - 1) / TASK_OUTPUTS;
-#pragma omp parallel num_threads((int)threads)
+#pragma omp parallel num_threads((int)threads) if (3.0 * T * K * D * F > FEW_PRODUCTS)
     {
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < E * wide; task++) {
@@ -290,6 +291,16 @@ void rms_norm(const float *x, long stride, const void *weight, long is_bfloat16,
             vec v = load_weight(weight, d, D - d, (int)is_bfloat16) * (load(in + d, D - d) * scale);
             store(out + row * D + d, v, D - d);
         }
+    }
+}
+
+/* out: pairs (i, i + D/2) of each head of x [T, heads, D] rotated by its token's angle; table [T, 2, D]: cosines, then sines of which the
+ * first half is negated. */
+void rotate(const float *x, long stride, const float *table, float *out, long T, long heads, long D, long threads) {
+#pragma omp parallel for num_threads((int)threads) if (T * heads * D > SMALL)
+    for (long row = 0; row < T * heads; row++) {
+        const float *in = x + row / heads * stride + row % heads * D, *cosine = table + row / heads * 2 * D, *sine = cosine + D;
+        for (long d = 0; d < D; d++) out[row * D + d] = in[d] * cosine[d] + in[d < D / 2 ? d + D / 2 : d - D / 2] * sine[d];
     }
 }
 
@@ -378,7 +389,9 @@ INLINE void attend_keys(const int rows, int is_bfloat16, const float *const *q, 
 void attention(const float *q_THGD, const void *k, const void *v, long is_bfloat16, const int64_t *table, long P, const int64_t *row,
                const int64_t *position, double scale, float *out, long T, long H, long G, long S, long D, long threads) {
     long slices = (G + TILE_ROWS - 1) / TILE_ROWS;
-#pragma omp parallel for schedule(dynamic, 4) num_threads((int)threads)
+    double num_keys = 0;
+    for (long t = 0; t < T; t++) num_keys += position[t] + 1;
+#pragma omp parallel for schedule(dynamic, 4) num_threads((int)threads) if (2.0 * num_keys * H * G * D > FEW_PRODUCTS)
     for (long task = 0; task < T * H * slices; task++) {
         long t = task / (H * slices), h = task / slices % H, g = task % slices * TILE_ROWS;
         int rows = G - g < TILE_ROWS ? (int)(G - g) : TILE_ROWS;

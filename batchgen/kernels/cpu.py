@@ -66,6 +66,12 @@ class CpuKernels:
         self._call("rms_norm", x_THD, x_THD.stride(0), weight_D, _is_bfloat16(weight_D), eps, out_THD, *sizes)
         return out_THD
 
+    def rotate(self, x_THD: Tensor, rotary_T2D: Tensor) -> Tensor:
+        """Pairs (i, i + D/2) of each head by its token's angle, float32 [T, H, D]; heads side by side. The table is `rotary_table`'s."""
+        out_THD = torch.empty(x_THD.shape, dtype=torch.float32)
+        self._call("rotate", x_THD, x_THD.stride(0), rotary_T2D.contiguous(), out_THD, *x_THD.shape)
+        return out_THD
+
     def route(self, logits_TE: Tensor, num_experts_per_tok: int, normalise: bool) -> tuple[Tensor, Tensor]:
         """As `batchgen.moe.router.route`; equal logits rank by expert number."""
         ids_TK = torch.empty(logits_TE.shape[0], num_experts_per_tok, dtype=torch.int64)

@@ -19,12 +19,6 @@ def rotary_table(max_positions: int, head_dim: int, theta: float, device: torch.
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).to(device)
 
 
-def apply_rotary(x_THd: Tensor, rotary_T2d: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d/2) of each head by its token's angle (Su et al. 2021)."""
-    cos, sin = rotary_T2d.to(x_THd.dtype).unsqueeze(2).unbind(1)
-    return x_THd * cos + x_THd.roll(x_THd.shape[-1] // 2, -1) * sin
-
-
 def gated_silu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of a fused [..., 2F] projection."""
     gate, up = gate_up.chunk(2, dim=-1)

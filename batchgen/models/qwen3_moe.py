@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from batchgen.arithmetic import Arithmetic
 from batchgen.attention.backend import AttentionBackend, choose_attention
 from batchgen.kv_cache import KVCache
-from batchgen.models.blocks import DenseMLP, apply_rotary, empty_weight, rotary_table
+from batchgen.models.blocks import DenseMLP, empty_weight, rotary_table
 from batchgen.models.config import ConfigReader, ModelConfig
 from batchgen.moe.experts import Experts
 from batchgen.moe.router import route
@@ -73,12 +73,12 @@ class DecoderLayer:
         return x_TD + self.mlp(normed_TD, ids_TK, weights_TK), ids_TK
 
     def _project(self, x_TD: Tensor, rotary_T2d: Tensor) -> tuple[Tensor, ...]:
-        c = self.config
-        normed_TD = self.arithmetic.rms_norm(x_TD, self.input_norm_D, c.rms_norm_eps)
-        qkv_THd = self.arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X).view(x_TD.shape[0], -1, c.head_dim)
+        c, arithmetic = self.config, self.arithmetic
+        normed_TD = arithmetic.rms_norm(x_TD, self.input_norm_D, c.rms_norm_eps)
+        qkv_THd = arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X).view(x_TD.shape[0], -1, c.head_dim)
         q_THd, k_THd, v_THd = torch.split(qkv_THd, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
-        q_THd = apply_rotary(self.arithmetic.rms_norm(q_THd, self.q_norm_d, c.rms_norm_eps), rotary_T2d)
-        k_THd = apply_rotary(self.arithmetic.rms_norm(k_THd, self.k_norm_d, c.rms_norm_eps), rotary_T2d)
+        q_THd = arithmetic.apply_rotary(arithmetic.rms_norm(q_THd, self.q_norm_d, c.rms_norm_eps), rotary_T2d)
+        k_THd = arithmetic.apply_rotary(arithmetic.rms_norm(k_THd, self.k_norm_d, c.rms_norm_eps), rotary_T2d)
         return q_THd.view(x_TD.shape[0], c.num_kv_heads, -1, c.head_dim), k_THd, v_THd
 
     def _attention_residual(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, Tensor]:
