@@ -10,6 +10,31 @@ from pathlib import Path
 from typing import Any
 
 MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
     "cpu-moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -41,19 +66,29 @@ MODELS: dict[str, dict[str, Any]] = {
 SHAPES = {
     "cpu": (64, 64, 128),
     "service": (1024, 64, 32),
+    "uniform": (1024, 256, 512),
+    "prefill": (128, 2048, 1),
 }
-"""Workload → sequences, prompt tokens, output tokens."""
+"""Workload → sequences, prompt tokens, output tokens; `longtail` and `group` are made in `workload`."""
+NAMES = (*SHAPES, "longtail", "group")
 
 
 def workload(name: str, vocab_size: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
     """Prompts and the exact number of tokens to generate for each; ids keep clear of both ends of the vocabulary."""
-    if name not in SHAPES:
-        raise ValueError(f"no workload {name!r}; there are {', '.join(SHAPES)}")
-    num_sequences, num_prompt, num_output = SHAPES[name]
     rng = random.Random(seed)
     margin = min(1000, vocab_size // 8)
-    prompts = [[rng.randrange(margin, vocab_size - margin) for _ in range(num_prompt)] for _ in range(num_sequences)]
-    return prompts, [num_output] * num_sequences
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(margin, vocab_size - margin) for _ in range(length)]
+
+    if name == "longtail":
+        return [prompt(256) for _ in range(1024)], [min(3500, max(16, int(rng.lognormvariate(5.3, 0.9)))) for _ in range(1024)]
+    if name == "group":
+        return [each for each in [prompt(512) for _ in range(64)] for _ in range(16)], [256] * 1024
+    if name not in SHAPES:
+        raise ValueError(f"no workload {name!r}; there are {', '.join(NAMES)}")
+    num_sequences, num_prompt, num_output = SHAPES[name]
+    return [prompt(num_prompt) for _ in range(num_sequences)], [num_output] * num_sequences
 
 
 def write_model(name: str, dtype: str, folder: Path) -> Path:

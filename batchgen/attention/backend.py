@@ -3,6 +3,7 @@
 A backend is planned once per forward pass and used by every layer.
 """
 
+import logging
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -11,7 +12,10 @@ from batchgen.arithmetic import Arithmetic
 from batchgen.attention.compiled import CompiledAttention
 from batchgen.attention.reference import ReferenceAttention
 from batchgen.kv_cache import KVCache
+from batchgen.models.config import ModelConfig
 from batchgen.packing import PackedBatch
+
+log = logging.getLogger(__name__)
 
 
 class AttentionBackend(Protocol):
@@ -26,8 +30,14 @@ class AttentionBackend(Protocol):
         ...
 
 
-def choose_attention(arithmetic: Arithmetic) -> AttentionBackend:
-    """The compiled one where there are kernels, else plain torch."""
+def choose_attention(arithmetic: Arithmetic, config: ModelConfig) -> AttentionBackend:
+    """The compiled one where there are kernels, the Triton one on a GPU (head sizes that are powers of two), else plain torch."""
     if arithmetic.kernels is not None:
         return CompiledAttention(arithmetic.kernels)
+    if arithmetic.device.type == "cuda" and not arithmetic.deterministic and config.head_dim.bit_count() == 1 and config.head_dim >= 16:
+        from batchgen.attention.triton_paged import TritonAttention
+
+        log.info("attention: Triton over paged KV")
+        return TritonAttention(config.num_heads // config.num_kv_heads)
+    log.info("attention: plain torch")
     return ReferenceAttention(deterministic=arithmetic.deterministic)

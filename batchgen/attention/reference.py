@@ -57,7 +57,8 @@ class ReferenceAttention:
     deterministic: bool
 
     def plan(self, batch: PackedBatch, kv: KVCache) -> AttentionPlan:
-        """The batch, cut into buckets of tiles."""
+        """The batch, cut into buckets of tiles; clears the pages that it begins, for masked keys are multiplied too."""
+        kv.begin_pages(batch.kv_slots_T)
         return _plan(batch, kv, self.deterministic)
 
     def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:

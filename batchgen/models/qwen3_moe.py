@@ -142,7 +142,7 @@ class Qwen3Moe:
         self.config = config
         self.arithmetic = arithmetic
         self.embedding_VD = empty_weight(arithmetic, config.vocab_size, config.hidden_size)
-        self.attention = choose_attention(arithmetic)
+        self.attention = choose_attention(arithmetic, config)
         self.layers = [DecoderLayer(config, index, arithmetic, self.attention) for index in range(config.num_layers)]
         self.norm_D = empty_weight(arithmetic, config.hidden_size)
         tied = config.tie_word_embeddings
@@ -157,7 +157,6 @@ class Qwen3Moe:
         x_TD = F.embedding(F.pad(batch.input_ids_T, padding), self.embedding_VD).to(self.arithmetic.compute_dtype)
         rotary_T2d = self.rotary_P2d[F.pad(batch.positions_T, padding)]
         head_slots_N = kv.head_slots(batch.kv_slots_T)
-        kv.begin_pages(batch.kv_slots_T)
         plan = self.attention.plan(batch, kv)
         routed = []
         for layer in self.layers:

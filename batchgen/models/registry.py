@@ -38,7 +38,7 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's type, or float32 where bfloat16 has no instructions."""
+    """`auto` is the checkpoint's type; on a CPU, where all arithmetic is float32, float32."""
     if dtype != "auto":
         return DTYPES[dtype]
     return torch.bfloat16 if config.dtype.endswith("bfloat16") and device.type != "cpu" else torch.float32

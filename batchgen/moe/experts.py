@@ -65,10 +65,14 @@ class Experts:
         return y_RD[batch.row_TK]
 
     def _grouped(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
-        batch = dispatch(ids_TK, self.num_experts, block=1, multiple=1)
-        offsets_E = torch.tensor(batch.rows_E, device=x_TD.device).cumsum(0).to(torch.int32)
-        gate_up_RF = F.grouped_mm(x_TD.index_select(0, batch.token_R), self.gate_up_EFD.mT, offs=offsets_E)
-        return F.grouped_mm(gated_silu(gate_up_RF), self.down_EDF.mT, offs=offsets_E)[batch.row_TK]
+        """Grouped products over rows sorted by expert; nothing here waits for the device."""
+        ids_R = ids_TK.reshape(-1)
+        order_R = ids_R.argsort(stable=True)
+        counts_E = torch.zeros(self.num_experts, dtype=torch.int32, device=ids_R.device)
+        offsets_E = counts_E.index_add_(0, ids_R, torch.ones_like(ids_R, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
+        gate_up_RF = F.grouped_mm(x_TD.index_select(0, order_R // ids_TK.shape[1]), self.gate_up_EFD.mT, offs=offsets_E)
+        sorted_RD = F.grouped_mm(gated_silu(gate_up_RF), self.down_EDF.mT, offs=offsets_E)
+        return torch.empty_like(sorted_RD).index_copy_(0, order_R, sorted_RD).view(*ids_TK.shape, -1)
 
 
 def _combine(y_TKD: Tensor, weights_TK: Tensor) -> tuple[Tensor]:

@@ -1,0 +1,115 @@
+"""Batch completion times on one GPU. In: a model's name, workloads. Out: a table and, last, one JSON line.
+
+Weights are random and made on the device (61 GB need not be written first), bfloat16; EOS is ignored, lengths are forced, temperature
+is 1, every sampled token comes with its logprob. Each workload runs once to warm up, at a tenth of its length, and then whole, with the
+prefix cache emptied.
+
+    python benchmarks/gpu_bct.py --model qwen3-30b-a3b --workloads uniform longtail group prefill
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from workloads import MODELS, NAMES, workload
+
+from batchgen import LLM, SamplingParams
+from batchgen.models import registry
+
+PEER_S = {"uniform": 35.6, "longtail": 51.8, "group": 13.1, "prefill": 4.07}
+"""vLLM 0.24.0 on qwen3-30b-a3b, the same kind of card, from the project's shared benchmark notes."""
+
+
+class RandomCheckpoint:
+    """A configuration without weights."""
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+        self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        self.generation_config: dict[str, Any] = {}
+
+    def fingerprint(self) -> str:
+        return "random"
+
+
+def fill_randomly(checkpoint: RandomCheckpoint, table: Any) -> None:
+    """Weights of a freshly initialised model; norms are ones."""
+    for slot in table.slots.values():
+        if slot.view.dim() == 1:
+            slot.view.fill_(1.0)
+        elif not slot.covers:
+            slot.view.normal_(0.0, 0.02)
+
+
+def load(name: str, **options: Any) -> LLM:
+    """An LLM of that architecture on the first GPU."""
+    folder = Path(tempfile.mkdtemp()) / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"}))
+    with mock.patch.object(registry, "Checkpoint", RandomCheckpoint), mock.patch.object(registry, "load_weights", fill_randomly):
+        return LLM(str(folder), device="cuda", dtype="bfloat16", **options)
+
+
+def timed(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Seconds from handing over the batch to having all of it."""
+    llm.engine.pool.drop_cache()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    groups = llm.generate(prompts, [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths])
+    seconds = time.perf_counter() - start
+    assert [len(group.samples[0].token_ids) for group in groups] == lengths
+    return seconds
+
+
+def breakdown(llm: LLM, prompts: list[list[int]]) -> str:
+    """Device time by kernel over a few decode steps of the whole batch."""
+    from torch.profiler import ProfilerActivity, profile
+
+    llm.engine.pool.drop_cache()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+        llm.generate(prompts, SamplingParams(max_tokens=17, ignore_eos=True))
+    return str(prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[name for name in MODELS if name != "cpu-moe"], default="qwen3-30b-a3b")
+    parser.add_argument("--workloads", nargs="+", choices=NAMES, default=["uniform", "longtail", "group", "prefill"])
+    parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
+    parser.add_argument("--profile", action="store_true", help="print device time by kernel for short runs of the first workload")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    llm = load(options.model, max_num_seqs=1024, max_num_batched_tokens=options.max_num_batched_tokens, max_model_len=4096)
+    torch.cuda.synchronize()
+    print(f"loaded in {time.perf_counter() - start:.1f} s\n{llm.engine.memory.table()}", flush=True)
+    results = {}
+    for name in options.workloads:
+        prompts, lengths = workload(name, llm.engine.facts.vocab_size)
+        timed(llm, prompts, [max(1, length // 10) for length in lengths])
+        seconds = timed(llm, prompts, lengths)
+        results[name] = seconds
+        tokens, peer = sum(lengths), PEER_S.get(name)
+        print(f"{name:10} {seconds:8.2f} s  {tokens / seconds:9.0f} output tok/s  vLLM 0.24.0: {peer} s", flush=True)
+    if options.profile:
+        print(breakdown(llm, workload(options.workloads[0], llm.engine.facts.vocab_size)[0]), flush=True)
+    peak = torch.cuda.max_memory_allocated()
+    print(
+        json.dumps(
+            {
+                "benchmark": "gpu_bct",
+                "model": options.model,
+                "card": torch.cuda.get_device_name(),
+                "seconds": results,
+                "peak_bytes": peak,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""GPU kernels against plain torch, on the GPU or else in Triton's interpreter in float32; and whole generations on a GPU."""
+
+import os
+import random
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from batchgen import LLM, SamplingParams  # noqa: E402
+from batchgen.attention.reference import ReferenceAttention  # noqa: E402
+from batchgen.attention.triton_paged import TritonAttention  # noqa: E402
+from batchgen.kv_cache import KVCache  # noqa: E402
+from batchgen.models.config import ModelConfig  # noqa: E402
+from batchgen.packing import PackedBatch  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+CONTEXTS, SIZES, NUM_DECODE = [1, 130, 17, 64, 65, 3, 129], [1, 1, 1, 64, 65, 2, 129], 3
+PAGE_SIZE = 4
+
+
+def config(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="test",
+        vocab_size=8,
+        hidden_size=8,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        intermediate_size=8,
+        moe_intermediate_size=8,
+        num_experts=0,
+        num_experts_per_tok=0,
+        norm_topk_prob=True,
+        moe_layers=(),
+        eos_token_ids=(),
+        dtype="float32",
+    )
+
+
+def ragged_batch() -> PackedBatch:
+    pages = iter(random.Random(5).sample(range(150), 150))
+    table = torch.zeros(len(CONTEXTS), max(CONTEXTS) // PAGE_SIZE + 1, dtype=torch.int64)
+    for row, context in enumerate(CONTEXTS):
+        for column in range(-(-context // PAGE_SIZE)):
+            table[row, column] = next(pages)
+    num_tokens = sum(SIZES)
+    return PackedBatch(
+        input_ids_T=torch.zeros(num_tokens, dtype=torch.int64, device=DEVICE),
+        positions_T=torch.cat([torch.arange(c - s, c) for c, s in zip(CONTEXTS, SIZES, strict=True)]).to(DEVICE),
+        kv_slots_T=torch.ones(num_tokens, dtype=torch.int64, device=DEVICE),
+        query_starts=[0, *torch.tensor(SIZES).cumsum(0).tolist()],
+        num_decode=NUM_DECODE,
+        context_lens_B=torch.tensor(CONTEXTS, device=DEVICE),
+        page_table_BP=table.to(DEVICE),
+        logit_index_M=torch.zeros(0, dtype=torch.int64, device=DEVICE),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_gpu)])
+@pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 64), (16, 1, 32)])
+def test_attention_over_pages_equals_plain_torch(dtype, heads):
+    num_heads, num_kv_heads, head_dim = heads
+    torch.manual_seed(0)
+    kv = KVCache(config(*heads), 150, PAGE_SIZE, dtype, DEVICE)
+    kv.k_LPHSD.normal_()
+    kv.v_LPHSD.normal_()
+    batch = ragged_batch()
+    q_THGd = torch.randn(sum(SIZES), num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
+    fast, plain = TritonAttention(num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
+    got = fast.attend(q_THGd, kv, 1, fast.plan(batch, kv), 0.3)
+    wide = KVCache(config(*heads), 150, PAGE_SIZE, torch.float32, DEVICE)
+    wide.k_LPHSD.copy_(kv.k_LPHSD)
+    wide.v_LPHSD.copy_(kv.v_LPHSD)
+    expected = plain.attend(q_THGd.float(), wide, 1, plain.plan(batch, wide), 0.3)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@needs_gpu
+def test_greedy_tokens_of_the_bundled_model_are_the_cpus():
+    prompts = [[{"role": "user", "content": f"Calculate {a} + {b} * 3."}] for a in range(2, 6) for b in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    groups = [
+        LLM("batchgen/assets/tiny-moe", device=device, dtype="float32", kv_gb=0.1).generate(prompts, params) for device in ("cpu", "cuda")
+    ]
+    for cpu, gpu in zip(*groups, strict=True):
+        assert gpu.samples[0].token_ids == cpu.samples[0].token_ids
+        torch.testing.assert_close(torch.tensor(gpu.samples[0].logprobs), torch.tensor(cpu.samples[0].logprobs), atol=1e-3, rtol=1e-3)
