@@ -3,14 +3,15 @@ Never knows a model.
 
 On a CPU everything is computed in float32, from weights in either type: by compiled kernels (`batchgen.kernels.cpu`), or, where those
 are missing, by torch's products, for which a block of bfloat16 weights is widened into a small scratch that stays in cache. The
-kernels are batch-invariant. Otherwise batch-invariant mode computes in tiles of a fixed shape, so that the same kernel runs, in the
-same order, whatever else is in the batch.
+CPU's kernels are batch-invariant. Otherwise batch-invariant mode computes in tiles of a fixed shape, so that the same kernel runs, in
+the same order, whatever else is in the batch. On a GPU bfloat16 goes through `batchgen.kernels.gpu`.
 
 Shapes: T tokens, D inputs, N outputs, H heads, d head size, G weight matrices of one block.
 """
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,10 +28,31 @@ SCRATCH_ELEMENTS = 1 << 19
 """Weights widened at a time: 2 MB of float32, the size of a second-level cache."""
 
 
+class Kernels(Protocol):
+    """What fast kernels of a device offer; see `CpuKernels`."""
+
+    def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
+    def rms_norm(self, x_THD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
+    def rotate(self, x_THD: Tensor, rotary_T2D: Tensor) -> Tensor: ...
+    def route(self, logits_TE: Tensor, num_experts_per_tok: int, normalise: bool) -> tuple[Tensor, Tensor]: ...
+    def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor: ...
+
+
+def _choose_kernels(device: torch.device, storage_dtype: torch.dtype, deterministic: bool) -> Kernels | None:
+    """The compiled ones of a CPU; those of a GPU for bfloat16, unless results must be batch-invariant, which its libraries' are not."""
+    if device.type == "cpu":
+        return cpu.load()
+    if device.type != "cuda" or storage_dtype != torch.bfloat16 or deterministic:
+        return None
+    from batchgen.kernels.gpu import GpuKernels
+
+    return GpuKernels()
+
+
 class Arithmetic:
     """Storage and compute types, and the products that go with them.
 
-    `kernels`: the compiled ones of a CPU. `tiled`: batch-invariance must come from tiles of a fixed shape.
+    `kernels`: the device's fast ones, if there are any. `tiled`: batch-invariance must come from tiles of a fixed shape.
     """
 
     def __init__(self, *, storage_dtype: torch.dtype, device: torch.device, deterministic: bool):
@@ -38,12 +60,13 @@ class Arithmetic:
         self.storage_dtype = storage_dtype
         self.compute_dtype = torch.float32 if device.type == "cpu" else storage_dtype
         self.deterministic = deterministic
-        self.kernels = cpu.load() if device.type == "cpu" else None
+        self.kernels = _choose_kernels(device, storage_dtype, deterministic)
         self.tiled = deterministic and self.kernels is None
         widen = self.compute_dtype != storage_dtype and self.kernels is None
         self._scratch = torch.empty(SCRATCH_ELEMENTS if widen else 0, dtype=self.compute_dtype, device=device)
         mode = ", batch-invariant" if deterministic else ""
-        log.info("%s: weights %s, products %s%s", device, storage_dtype, self.compute_dtype, mode)
+        kernels = type(self.kernels).__name__ if self.kernels else "plain torch"
+        log.info("%s: weights %s, arithmetic %s by %s%s", device, storage_dtype, self.compute_dtype, kernels, mode)
 
     def widen(self, weight: Tensor) -> Tensor:
         """The weight in the compute type; valid until the next call."""

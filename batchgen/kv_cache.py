@@ -51,7 +51,13 @@ class KVCache:
     def write(self, layer: int, head_slots_N: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
         """Store this step's keys and values of one layer at the rows given by `head_slots`."""
         for cache, new_THD in ((self.k_LPHSD, k_THD), (self.v_LPHSD, v_THD)):
-            cache[layer].view(-1, self.head_dim).index_copy_(0, head_slots_N, new_THD.reshape(-1, self.head_dim).to(cache.dtype))
+            rows_ND = cache[layer].view(-1, self.head_dim)
+            if rows_ND.is_cuda:
+                from batchgen.kernels.gpu import copy_heads
+
+                copy_heads(new_THD, head_slots_N, rows_ND)
+            else:
+                rows_ND.index_copy_(0, head_slots_N, new_THD.reshape(-1, self.head_dim).to(cache.dtype))
 
     def gather(self, layer: int, page_heads_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [N, S * D] of a layer's (page, head) rows, numbered page * H + head. Valid until the next call: the buffers are

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -14,12 +15,15 @@ pytest.importorskip("triton")
 from batchgen import LLM, SamplingParams  # noqa: E402
 from batchgen.attention.reference import ReferenceAttention  # noqa: E402
 from batchgen.attention.triton_paged import TritonAttention  # noqa: E402
+from batchgen.kernels.gpu import GpuKernels, copy_heads  # noqa: E402
 from batchgen.kv_cache import KVCache  # noqa: E402
+from batchgen.models.blocks import rotary_table  # noqa: E402
 from batchgen.models.config import ModelConfig  # noqa: E402
 from batchgen.packing import PackedBatch  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_gpu)]
 CONTEXTS, SIZES, NUM_DECODE = [1, 130, 17, 64, 65, 3, 129], [1, 1, 1, 64, 65, 2, 129], 3
 PAGE_SIZE = 4
 
@@ -68,7 +72,7 @@ def ragged_batch() -> PackedBatch:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_gpu)])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 64), (16, 1, 32)])
 def test_attention_over_pages_equals_plain_torch(dtype, heads):
     num_heads, num_kv_heads, head_dim = heads
@@ -88,6 +92,63 @@ def test_attention_over_pages_equals_plain_torch(dtype, heads):
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+def near(got: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 1e-5 if got.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 40), (1, 40), (7, 2048), (5, 3, 24)])
+def test_norms_equal_plain_torch(dtype, shape):
+    x, gains = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
+    near(GpuKernels().rms_norm(x, gains, 1e-6), F.rms_norm(x.float(), shape[-1:], eps=1e-6) * gains.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_are_rotated_and_written_where_they_lie(dtype):
+    wide = randn(9, 30, dtype=dtype).view(9, 5, 6)
+    heads = wide[:, 1:4]
+    table = rotary_table(40, 6, 100.0, torch.device("cpu"))[torch.arange(3, 12)].to(DEVICE)
+    cos, sin = table.unsqueeze(2).unbind(1)
+    near(GpuKernels().rotate(heads, table), heads.float() * cos + heads.float().roll(3, -1) * sin)
+    index = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:27].to(DEVICE)
+    target = torch.zeros(40, 6, device=DEVICE, dtype=dtype)
+    copy_heads(heads, index, target)
+    assert torch.equal(target[index], heads.reshape(27, 6))
+    assert int(target.any(1).sum()) == 27
+
+
+@pytest.mark.parametrize("num_experts, k", [(5, 5), (8, 2), (128, 8), (33, 4)])
+@pytest.mark.parametrize("normalise", [False, True])
+def test_the_router_chooses_the_likeliest_and_ranks_equals_by_number(num_experts, k, normalise):
+    logits = randn(19, num_experts)
+    logits[3] = 0.0
+    ids, weights = GpuKernels().route(logits, k, normalise)
+    expected = logits.softmax(-1).topk(k).values
+    near(weights, expected / expected.sum(-1, keepdim=True) if normalise else expected)
+    near(logits.softmax(-1).gather(1, ids), expected)
+    assert ids[3].tolist() == list(range(k))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_experts_equal_a_loop_over_tokens(dtype, num_tokens):
+    x = randn(num_tokens, 32, dtype=dtype)
+    gate_up, down = randn(8, 48, 32, dtype=dtype) * 0.3, randn(8, 32, 24, dtype=dtype) * 0.3
+    weights, ids = randn(num_tokens, 6).softmax(-1).topk(3)
+    got = GpuKernels().experts(x, gate_up, down, ids, weights)
+    expected = torch.zeros(num_tokens, 32, device=DEVICE)
+    for i in range(3):
+        gate, up = torch.einsum("td,tfd->tf", x.float(), gate_up[ids[:, i]].float()).chunk(2, -1)
+        expected += weights[:, i : i + 1] * torch.einsum("tf,tdf->td", F.silu(gate) * up, down[ids[:, i]].float())
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
 @needs_gpu
 def test_greedy_tokens_of_the_bundled_model_are_the_cpus():
     prompts = [[{"role": "user", "content": f"Calculate {a} + {b} * 3."}] for a in range(2, 6) for b in range(5)]
@@ -98,3 +159,12 @@ def test_greedy_tokens_of_the_bundled_model_are_the_cpus():
     for cpu, gpu in zip(*groups, strict=True):
         assert gpu.samples[0].token_ids == cpu.samples[0].token_ids
         torch.testing.assert_close(torch.tensor(gpu.samples[0].logprobs), torch.tensor(cpu.samples[0].logprobs), atol=1e-3, rtol=1e-3)
+
+
+@needs_gpu
+def test_bfloat16_on_a_gpu_scores_a_text_as_the_cpu_does_in_float32():
+    prompt = [{"role": "user", "content": "Calculate 12 - 3 * 2."}]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    llms = [LLM("batchgen/assets/tiny-moe", device=d, dtype=t, kv_gb=0.1) for d, t in (("cpu", "float32"), ("cuda", "bfloat16"))]
+    scores = [llm.generate([prompt], params)[0].prompt_logprobs[1:] for llm in llms]
+    torch.testing.assert_close(torch.tensor(scores[1]), torch.tensor(scores[0]), atol=0.25, rtol=0.05)

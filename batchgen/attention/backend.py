@@ -11,6 +11,7 @@ from torch import Tensor
 from batchgen.arithmetic import Arithmetic
 from batchgen.attention.compiled import CompiledAttention
 from batchgen.attention.reference import ReferenceAttention
+from batchgen.kernels.cpu import CpuKernels
 from batchgen.kv_cache import KVCache
 from batchgen.models.config import ModelConfig
 from batchgen.packing import PackedBatch
@@ -32,7 +33,7 @@ class AttentionBackend(Protocol):
 
 def choose_attention(arithmetic: Arithmetic, config: ModelConfig) -> AttentionBackend:
     """The compiled one where there are kernels, the Triton one on a GPU (head sizes that are powers of two), else plain torch."""
-    if arithmetic.kernels is not None:
+    if isinstance(arithmetic.kernels, CpuKernels):
         return CompiledAttention(arithmetic.kernels)
     if arithmetic.device.type == "cuda" and not arithmetic.deterministic and config.head_dim.bit_count() == 1 and config.head_dim >= 16:
         from batchgen.attention.triton_paged import TritonAttention

@@ -5,7 +5,6 @@ Shapes: T tokens, K experts per token, E experts, G experts of a block, D model,
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from batchgen.arithmetic import TILE_ROWS, Arithmetic
 from batchgen.models.blocks import empty_weight, gated_silu
@@ -32,8 +31,7 @@ class Experts:
             return self.arithmetic.kernels.experts(x_TD, self.gate_up_EFD, self.down_EDF, ids_TK, weights_TK)
         if self.arithmetic.deterministic:
             return self.arithmetic.tokenwise(_combine, self._tiled(x_TD, ids_TK), weights_TK)[0]
-        outputs = self._grouped if self.arithmetic.device.type == "cuda" else self._blocked
-        return _combine(outputs(x_TD, ids_TK), weights_TK)[0]
+        return _combine(self._blocked(x_TD, ids_TK), weights_TK)[0]
 
     def _blocked(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         few_rows = ids_TK.numel() <= BLOCK_MAX_ROWS * self.num_experts
@@ -63,16 +61,6 @@ class Experts:
             h_tile = gated_silu(self.arithmetic.linear(x_tile, self.gate_up_EFD[expert]))
             y_tile.copy_(self.arithmetic.linear(h_tile, self.down_EDF[expert]))
         return y_RD[batch.row_TK]
-
-    def _grouped(self, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
-        """Grouped products over rows sorted by expert; nothing here waits for the device."""
-        ids_R = ids_TK.reshape(-1)
-        order_R = ids_R.argsort(stable=True)
-        counts_E = torch.zeros(self.num_experts, dtype=torch.int32, device=ids_R.device)
-        offsets_E = counts_E.index_add_(0, ids_R, torch.ones_like(ids_R, dtype=torch.int32)).cumsum(0, dtype=torch.int32)
-        gate_up_RF = F.grouped_mm(x_TD.index_select(0, order_R // ids_TK.shape[1]), self.gate_up_EFD.mT, offs=offsets_E)
-        sorted_RD = F.grouped_mm(gated_silu(gate_up_RF), self.down_EDF.mT, offs=offsets_E)
-        return torch.empty_like(sorted_RD).index_copy_(0, order_R, sorted_RD).view(*ids_TK.shape, -1)
 
 
 def _combine(y_TKD: Tensor, weights_TK: Tensor) -> tuple[Tensor]:
