@@ -67,13 +67,18 @@ def timed(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
 
 
 def breakdown(llm: LLM, prompts: list[list[int]]) -> str:
-    """Device time by kernel over a few decode steps of the whole batch."""
+    """Device time by kernel over decode steps of the whole batch: its prompts lie in the prefix cache."""
     from torch.profiler import ProfilerActivity, profile
 
-    llm.engine.pool.drop_cache()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-        llm.generate(prompts, SamplingParams(max_tokens=17, ignore_eos=True))
-    return str(prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70))
+    seconds = {}
+    for num_tokens in (1, 65):
+        start = time.perf_counter()
+        llm.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+        seconds[num_tokens] = time.perf_counter() - start
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as prof:
+        llm.generate(prompts, SamplingParams(max_tokens=33, ignore_eos=True))
+    table = prof.key_averages().table(sort_by="self_cuda_time_total", row_limit=40, max_name_column_width=60)
+    return f"a decode step of {len(prompts)} takes {(seconds[65] - seconds[1]) / 64 * 1e3:.1f} ms; over 33 tokens:\n{table}"
 
 
 def main() -> None:
@@ -81,7 +86,7 @@ def main() -> None:
     parser.add_argument("--model", choices=[name for name in MODELS if name != "cpu-moe"], default="qwen3-30b-a3b")
     parser.add_argument("--workloads", nargs="+", choices=NAMES, default=["uniform", "longtail", "group", "prefill"])
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
-    parser.add_argument("--profile", action="store_true", help="print device time by kernel for short runs of the first workload")
+    parser.add_argument("--profile", action="store_true", help="print device time by kernel for decode steps of the first workload")
     options = parser.parse_args()
     start = time.perf_counter()
     llm = load(options.model, max_num_seqs=1024, max_num_batched_tokens=options.max_num_batched_tokens, max_model_len=4096)

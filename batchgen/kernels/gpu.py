@@ -16,7 +16,7 @@ ELEMENTS = 2048
 """Values that one program handles at a time."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _rms_norm(x_ptr, weight_ptr, out_ptr, stride, eps, num_rows, heads, depth: tl.constexpr, width: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     d = tl.arange(0, width)
@@ -27,7 +27,7 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, stride, eps, num_rows, heads, depth: t
     tl.store(out_ptr + row[:, None] * depth + d[None, :], x * scale[:, None] * weight[None, :], mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _rotate(x_ptr, table_ptr, out_ptr, stride, num_rows, heads, depth: tl.constexpr, half: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     d = tl.arange(0, half)
@@ -43,7 +43,7 @@ def _rotate(x_ptr, table_ptr, out_ptr, stride, num_rows, heads, depth: tl.conste
     tl.store(out + depth // 2, high * cos + low * sin, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _route(  # type: ignore[no-untyped-def]
     logits_ptr, ids_ptr, weights_ptr, num_tokens, normalise: tl.constexpr, num_experts: tl.constexpr, width: tl.constexpr,
     k: tl.constexpr, k_width: tl.constexpr, tokens: tl.constexpr,
@@ -70,7 +70,7 @@ def _route(  # type: ignore[no-untyped-def]
     tl.store(weights_ptr + where, weights, mask=inside & (place < k)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _rank(ids_ptr, rank_ptr, count_ptr, num_rows, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * block + tl.arange(0, block)
     expert = tl.load(ids_ptr + row, mask=row < num_rows, other=0)
@@ -78,7 +78,7 @@ def _rank(ids_ptr, rank_ptr, count_ptr, num_rows, block: tl.constexpr):  # type:
     tl.store(rank_ptr + row, rank, mask=row < num_rows)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _place(  # type: ignore[no-untyped-def]
     ids_ptr, rank_ptr, end_ptr, place_ptr, token_ptr, num_rows, k: tl.constexpr, block: tl.constexpr
 ):  # fmt: skip

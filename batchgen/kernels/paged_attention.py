@@ -15,7 +15,7 @@ MIN_DOT_ROWS = 16
 """Least rows of a `tl.dot` operand."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["table_width"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
