@@ -16,8 +16,10 @@ class KVCache:
     """Two tensors, k_LPHSD and v_LPHSD: within a page each head's keys lie together, so a head's page is one contiguous run."""
 
     def __init__(self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device | str):
-        shape = (config.num_layers, num_pages, config.num_kv_heads, page_size, config.head_dim)
+        shape = (config.num_layers, num_pages + 1, config.num_kv_heads, page_size, config.head_dim)
         self.num_pages = num_pages
+        self.spare_page = num_pages
+        """One page more, which nobody owns: rows that are padding write there."""
         self.page_size = page_size
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim

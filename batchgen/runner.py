@@ -14,7 +14,9 @@ from torch import Tensor
 
 from batchgen.config import EngineConfig
 from batchgen.errors import ErrorInfo
+from batchgen.graphs import DecodeGraphs
 from batchgen.kv_cache import KVCache
+from batchgen.models.qwen3_moe import ModelOutput
 from batchgen.models.registry import LoadedModel
 from batchgen.packing import PackedBatch
 from batchgen.sampler import SampledTokens, Sampler
@@ -60,6 +62,8 @@ class Runner:
         self.page_size = config.page_size
         self.sampler = Sampler(loaded.config.vocab_size, config.max_num_seqs, self.device)
         num_slots, max_pages = config.max_num_seqs, -(-max_model_len // config.page_size) + 1
+        capturable = self.device.type == "cuda" and loaded.model.arithmetic.kernels is not None
+        self._graphs = DecodeGraphs(loaded.model, kv, num_slots, max_pages) if capturable else None
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -131,7 +135,7 @@ class Runner:
             step_chunks = chunks if step == 0 else []
             batch = self._pack(slots_B, longest + step, step_chunks)
             batch.return_routed = want_routed or any(isinstance(c.prefill, Prompt) and c.prefill.want_routed for c in step_chunks)
-            out = self.model.forward(batch, self.kv)
+            out = self._forward(batch, captured=not step_chunks)
             if step_chunks:
                 prefilled = _chunk_results(step_chunks, num_rows, out.logits_MV, out.routed_TLK)
             if num_rows:
@@ -139,6 +143,12 @@ class Runner:
                     records.routed.append(out.routed_TLK[:num_rows])
                 slots_B = self._sample(out.logits_MV[:num_rows], slots_B, records)
         return self._split(seqs, records, version), prefilled
+
+    def _forward(self, batch: PackedBatch, captured: bool) -> ModelOutput:
+        """One pass of the model; `captured`: only decode rows, which a graph may replay."""
+        if self._graphs is None or not captured or batch.return_routed:
+            return self.model.forward(batch, self.kv)
+        return ModelOutput(logits_MV=self.model.logits(self._graphs.hidden(batch), batch.logit_index_M), routed_TLK=None)
 
     def _sample(self, logits_BV: Tensor, slots_B: Tensor, records: _Records) -> Tensor:
         """Sample a token for each row, record it, and return the slots of the rows that go on."""

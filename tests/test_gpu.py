@@ -168,3 +168,16 @@ def test_bfloat16_on_a_gpu_scores_a_text_as_the_cpu_does_in_float32():
     llms = [LLM("batchgen/assets/tiny-moe", device=d, dtype=t, kv_gb=0.1) for d, t in (("cpu", "float32"), ("cuda", "bfloat16"))]
     scores = [llm.generate([prompt], params)[0].prompt_logprobs[1:] for llm in llms]
     torch.testing.assert_close(torch.tensor(scores[1]), torch.tensor(scores[0]), atol=0.25, rtol=0.05)
+
+
+@needs_gpu
+def test_captured_decode_steps_score_as_a_prefill_of_the_same_tokens_does():
+    llm = LLM("batchgen/assets/tiny-moe", device="cuda", dtype="bfloat16", kv_gb=0.1)
+    prompts = [[{"role": "user", "content": f"Calculate {a} + 5 * {a}."}] for a in range(2, 25)]
+    lengths = [5 + 3 * i for i in range(len(prompts))]
+    groups = llm.generate(prompts, [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths])
+    texts = [group.prompt_token_ids + group.samples[0].token_ids for group in groups]
+    rescored = llm.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    for group, again in zip(groups, rescored, strict=True):
+        decoded = torch.tensor(group.samples[0].logprobs)
+        torch.testing.assert_close(decoded, torch.tensor(again.prompt_logprobs[len(group.prompt_token_ids) :]), atol=0.25, rtol=0.05)

@@ -15,7 +15,7 @@ from batchgen.kernels.paged_attention import attend
 from batchgen.kv_cache import KVCache
 from batchgen.packing import PackedBatch
 
-PREFILL_TILE_ROWS = 64
+PREFILL_TILE_ROWS = 128
 """Queries times query heads per KV head of a prefill tile."""
 
 
@@ -42,17 +42,9 @@ class TritonAttention:
         device, num_decode = batch.positions_T.device, batch.num_decode
         rows = torch.arange(num_decode, device=device)
         tile_queries = max(1, PREFILL_TILE_ROWS // self.group)
-        starts_B = np.asarray(batch.query_starts[num_decode:], dtype=np.int64)
-        lens_B = np.diff(starts_B)
-        tiles_B = -(-lens_B // tile_queries)
-        row_N = np.repeat(np.arange(len(lens_B)), tiles_B)
-        nth_N = np.arange(len(row_N)) - np.repeat(np.cumsum(tiles_B) - tiles_B, tiles_B)
-        count_N = np.minimum(tile_queries, lens_B[row_N] - nth_N * tile_queries)
-        cut = np.stack((starts_B[row_N] + nth_N * tile_queries, count_N, row_N + num_decode))
-        first_N, count_N, row_N = torch.from_numpy(cut).to(device)
         return TritonPlan(
             decode=(rows, torch.ones_like(rows), rows),
-            prefill=(first_N, count_N, row_N),
+            prefill=_cut(batch, tile_queries) if len(batch.query_starts) > num_decode + 1 else (rows[:0], rows[:0], rows[:0]),
             tile_queries=tile_queries,
             positions_T=batch.positions_T,
             page_table_BP=batch.page_table_BP.contiguous(),
@@ -67,3 +59,16 @@ class TritonAttention:
                 where = (kv.k_LPHSD[layer], kv.v_LPHSD[layer], plan.page_table_BP, plan.positions_T)
                 attend(q_THGd, *where, *tiles, out_THGd, tile_queries=tile_queries, scale=scale)
         return out_THGd.view(len(q_THGd), -1)
+
+
+def _cut(batch: PackedBatch, tile_queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles of the rows that are not decode rows."""
+    starts_B = np.asarray(batch.query_starts[batch.num_decode :], dtype=np.int64)
+    lens_B = np.diff(starts_B)
+    tiles_B = -(-lens_B // tile_queries)
+    row_N = np.repeat(np.arange(len(lens_B)), tiles_B)
+    nth_N = np.arange(len(row_N)) - np.repeat(np.cumsum(tiles_B) - tiles_B, tiles_B)
+    count_N = np.minimum(tile_queries, lens_B[row_N] - nth_N * tile_queries)
+    cut = np.stack((starts_B[row_N] + nth_N * tile_queries, count_N, row_N + batch.num_decode))
+    first_N, count, row = torch.from_numpy(cut).to(batch.positions_T.device)
+    return first_N, count, row

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS_PER_BLOCK = 64
 MIN_DOT_ROWS = 16
 """Least rows of a `tl.dot` operand."""
 
@@ -87,6 +86,8 @@ def attend(
     are powers of two."""
     _, num_heads, group, depth = q_THGD.shape
     rows = max(MIN_DOT_ROWS, triton.next_power_of_2(tile_queries * group))
+    fits = depth * k_PHSD.element_size() <= 256  # three blocks of keys and values in shared memory
+    is_decode = rows == MIN_DOT_ROWS
     _attend[(len(first_N), num_heads)](
         q_THGD,
         k_PHSD,
@@ -105,7 +106,7 @@ def attend(
         rows=rows,
         depth=depth,
         page_size=k_PHSD.shape[2],
-        block=KEYS_PER_BLOCK,
-        num_warps=4 if rows * depth <= 8192 else 8,
-        num_stages=3 if depth <= 128 else 2,
+        block=128 if fits else 32,
+        num_warps=4 if is_decode else 8,
+        num_stages=2 if is_decode or not fits else 3,
     )

@@ -149,9 +149,14 @@ class Qwen3Moe:
         self.head_VD = self.embedding_VD if tied else empty_weight(arithmetic, config.vocab_size, config.hidden_size)
         self.rotary_P2d = rotary_table(config.max_position_embeddings, config.head_dim, config.rope_theta, arithmetic.device)
 
-    @torch.inference_mode()
     def forward(self, batch: PackedBatch, kv: KVCache) -> ModelOutput:
         """One pass: writes the tokens' KV, returns logits of the wanted tokens."""
+        hidden_TD, routed_TLK = self.hidden(batch, kv)
+        return ModelOutput(logits_MV=self.logits(hidden_TD, batch.logit_index_M), routed_TLK=routed_TLK)
+
+    @torch.inference_mode()
+    def hidden(self, batch: PackedBatch, kv: KVCache) -> tuple[Tensor, Tensor | None]:
+        """Hidden states after the last layer (rows beyond the batch's tokens are padding) and, if asked for, routed_TLK."""
         num_tokens = batch.input_ids_T.numel()
         padding = (0, self.arithmetic.pad_rows(num_tokens) - num_tokens)
         x_TD = F.embedding(F.pad(batch.input_ids_T, padding), self.embedding_VD).to(self.arithmetic.compute_dtype)
@@ -163,12 +168,13 @@ class Qwen3Moe:
             x_TD, ids_TK = layer.forward(x_TD, rotary_T2d, head_slots_N, kv, plan)
             if batch.return_routed and ids_TK is not None:
                 routed.append(ids_TK[:num_tokens].to(torch.int16))
-        routed_TLK = torch.stack(routed, dim=1) if routed else None
-        return ModelOutput(logits_MV=self._logits(x_TD, batch.logit_index_M), routed_TLK=routed_TLK)
+        return x_TD, torch.stack(routed, dim=1) if routed else None
 
-    def _logits(self, x_TD: Tensor, logit_index_M: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, hidden_TD: Tensor, logit_index_M: Tensor) -> Tensor:
+        """float32 logits of the wanted tokens."""
         num_wanted = logit_index_M.numel()
-        x_MD = x_TD[F.pad(logit_index_M, (0, self.arithmetic.pad_rows(num_wanted) - num_wanted))]
+        x_MD = hidden_TD[F.pad(logit_index_M, (0, self.arithmetic.pad_rows(num_wanted) - num_wanted))]
         return self.arithmetic.tokenwise(self._head, x_MD)[0][:num_wanted]
 
     def _head(self, x_MD: Tensor) -> tuple[Tensor, ...]:
