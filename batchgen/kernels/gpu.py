@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 ELEMENTS = 2048
 """Values that one program handles at a time."""
+FEW_ROWS = 16
+"""Mean rows per expert up to which the weights' bytes decide: our product streams them once; above, torch's grouped product."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -120,6 +122,35 @@ def _copy_heads(source_ptr, stride, index_ptr, target_ptr, heads, depth: tl.cons
     tl.store(target_ptr + tl.load(index_ptr + row) * depth + d, value.to(target_ptr.dtype.element_ty), mask=d < depth)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _expert_product(  # type: ignore[no-untyped-def]
+    x_ptr, token_ptr, end_ptr, weight_ptr, out_ptr, depth: tl.constexpr, width: tl.constexpr, gated: tl.constexpr,
+    rows: tl.constexpr, outputs: tl.constexpr, step: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * outputs + tl.arange(0, outputs)
+    first = tl.load(end_ptr + expert - 1, mask=expert > 0, other=0)
+    last = tl.load(end_ptr + expert)
+    weight = weight_ptr + expert * (2 if gated else 1) * width * depth + n[None, :] * depth
+    for top in range(first, last, rows):
+        row = top + tl.arange(0, rows)
+        inside = row < last
+        source = tl.load(token_ptr + row, mask=inside, other=0).to(tl.int64) if gated else row.to(tl.int64)
+        y = tl.zeros([rows, outputs], tl.float32)
+        up = tl.zeros([rows, outputs], tl.float32)
+        for start in range(0, depth, step):
+            d = start + tl.arange(0, step)
+            known = (d < depth)[:, None] & (n < width)[None, :]
+            x = tl.load(x_ptr + source[:, None] * depth + d[None, :], mask=inside[:, None] & (d < depth)[None, :], other=0.0)
+            y = tl.dot(x, tl.load(weight + d[:, None], mask=known, other=0.0), y, input_precision="ieee")
+            if gated:
+                up = tl.dot(x, tl.load(weight + width * depth + d[:, None], mask=known, other=0.0), up, input_precision="ieee")
+        if gated:
+            y = y / (1.0 + tl.exp(-y)) * up
+        where = row.to(tl.int64)[:, None] * width + n[None, :]
+        tl.store(out_ptr + where, y.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (n < width)[None, :])
+
+
 class GpuKernels:
     """See `CpuKernels` for what each method computes. Activations and weights have one type; sums are float32."""
 
@@ -173,11 +204,20 @@ class GpuKernels:
         _rank[grid](ids_TK, rank_R, count_E, num_rows, block=block)
         end_E = count_E.cumsum(0, dtype=torch.int32)
         _place[grid](ids_TK, rank_R, end_E, place_R, token_R, num_rows, k=k, block=block)
-        gate_up_RF = F.grouped_mm(x_TD.index_select(0, token_R), gate_up_EFD.mT, offs=end_E)
-        hidden_RF = x_TD.new_empty(num_rows, width)
-        block = min(1024, triton.next_power_of_2(width))
-        _gated_silu[(num_rows, triton.cdiv(width, block))](gate_up_RF, hidden_RF, width=width, block=block)
-        y_RD = F.grouped_mm(hidden_RF, down_EDF.mT, offs=end_E)
+        if num_rows <= FEW_ROWS * num_experts:
+            tile = {"rows": 16, "step": 128, "num_warps": 4, "num_stages": 3}
+            hidden_RF, y_RD = x_TD.new_empty(num_rows, width), x_TD.new_empty(num_rows, depth)
+            across = triton.cdiv(width, 64), triton.cdiv(depth, 128)
+            gate_up = {"depth": depth, "width": width, "gated": True, "outputs": 64}
+            down = {"depth": width, "width": depth, "gated": False, "outputs": 128}
+            _expert_product[(num_experts, across[0])](x_TD, token_R, end_E, gate_up_EFD, hidden_RF, **gate_up, **tile)
+            _expert_product[(num_experts, across[1])](hidden_RF, token_R, end_E, down_EDF, y_RD, **down, **tile)
+        else:
+            gate_up_RF = F.grouped_mm(x_TD.index_select(0, token_R), gate_up_EFD.mT, offs=end_E)
+            hidden_RF = x_TD.new_empty(num_rows, width)
+            block = min(1024, triton.next_power_of_2(width))
+            _gated_silu[(num_rows, triton.cdiv(width, block))](gate_up_RF, hidden_RF, width=width, block=block)
+            y_RD = F.grouped_mm(hidden_RF, down_EDF.mT, offs=end_E)
         out_TD = torch.empty_like(x_TD)
         block = min(1024, triton.next_power_of_2(depth))
         _combine[(num_tokens, triton.cdiv(depth, block))](y_RD, place_R, weights_TK, out_TD, depth=depth, k=k, block=block)
