@@ -149,6 +149,16 @@ def test_experts_equal_a_loop_over_tokens(dtype, num_tokens):
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("depth, width", [(129, 257), (300, 140)])
+@pytest.mark.parametrize("num_tokens", [3, 40])
+def test_experts_of_any_size_are_computed_with_all_tokens_on_one_of_them(depth, width, num_tokens):
+    x, gate_up, down = randn(num_tokens, depth), randn(2, 2 * width, depth) * 0.1, randn(2, depth, width) * 0.1
+    ids = torch.ones(num_tokens, 1, dtype=torch.int64, device=DEVICE)
+    got = GpuKernels().experts(x, gate_up, down, ids, torch.ones(num_tokens, 1, device=DEVICE))
+    gate, up = (x.double() @ gate_up[1].double().T).chunk(2, -1)
+    torch.testing.assert_close(got, ((F.silu(gate) * up) @ down[1].double().T).float(), atol=1e-3, rtol=1e-3)
+
+
 @needs_gpu
 def test_greedy_tokens_of_the_bundled_model_are_the_cpus():
     prompts = [[{"role": "user", "content": f"Calculate {a} + {b} * 3."}] for a in range(2, 6) for b in range(5)]

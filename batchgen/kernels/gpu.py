@@ -204,7 +204,8 @@ class GpuKernels:
         _rank[grid](ids_TK, rank_R, count_E, num_rows, block=block)
         end_E = count_E.cumsum(0, dtype=torch.int32)
         _place[grid](ids_TK, rank_R, end_E, place_R, token_R, num_rows, k=k, block=block)
-        if num_rows <= FEW_ROWS * num_experts:
+        aligned = depth * x_TD.element_size() % 16 == 0 and width * x_TD.element_size() % 16 == 0  # torch's grouped product needs it
+        if num_rows <= FEW_ROWS * num_experts or not aligned:
             tile = {"rows": 16, "step": 128, "num_warps": 4, "num_stages": 3}
             hidden_RF, y_RD = x_TD.new_empty(num_rows, width), x_TD.new_empty(num_rows, depth)
             across = triton.cdiv(width, 64), triton.cdiv(depth, 128)
