@@ -33,7 +33,17 @@ class Kernels(Protocol):
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
     def rms_norm(self, x_THD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
-    def rotate(self, x_THD: Tensor, rotary_T2D: Tensor) -> Tensor: ...
+    def add_norm(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def place_heads(
+        self,
+        qkv_TX: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rotary_T2D: Tensor,
+        head_slots_N: Tensor,
+        k_ND: Tensor,
+        v_ND: Tensor,
+    ) -> Tensor: ...
     def route(self, logits_TE: Tensor, num_experts_per_tok: int, normalise: bool) -> tuple[Tensor, Tensor]: ...
     def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor: ...
 
@@ -96,10 +106,15 @@ class Arithmetic:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight.to(x.dtype) * wide.to(x.dtype)
 
-    def apply_rotary(self, x_THd: Tensor, rotary_T2d: Tensor) -> Tensor:
-        """Rotate pairs (i, i + d/2) of each head by its token's angle (Su et al. 2021)."""
+    def add_norm(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
         if self.kernels is not None:
-            return self.kernels.rotate(x_THd, rotary_T2d)
+            return self.kernels.add_norm(x_TD, delta_TD, weight_D, eps)
+        x_TD = x_TD + delta_TD
+        return x_TD, self.rms_norm(x_TD, weight_D, eps)
+
+    def apply_rotary(self, x_THd: Tensor, rotary_T2d: Tensor) -> Tensor:
+        """Rotate pairs (i, i + d/2) of each head by its token's angle (Su et al. 2021), in plain torch."""
         cos, sin = rotary_T2d.to(x_THd.dtype).unsqueeze(2).unbind(1)
         return x_THd * cos + x_THd.roll(x_THd.shape[-1] // 2, -1) * sin
 

@@ -50,16 +50,14 @@ class KVCache:
         fresh_N = kv_slots_T[kv_slots_T % self.page_size == 0] // self.page_size
         self.v_LPHSD.index_fill_(1, fresh_N, 0.0)
 
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values seen as [P * H * S, D], the rows that `head_slots` numbers."""
+        return self.k_LPHSD[layer].view(-1, self.head_dim), self.v_LPHSD[layer].view(-1, self.head_dim)
+
     def write(self, layer: int, head_slots_N: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
         """Store this step's keys and values of one layer at the rows given by `head_slots`."""
-        for cache, new_THD in ((self.k_LPHSD, k_THD), (self.v_LPHSD, v_THD)):
-            rows_ND = cache[layer].view(-1, self.head_dim)
-            if rows_ND.is_cuda:
-                from batchgen.kernels.gpu import copy_heads
-
-                copy_heads(new_THD, head_slots_N, rows_ND)
-            else:
-                rows_ND.index_copy_(0, head_slots_N, new_THD.reshape(-1, self.head_dim).to(cache.dtype))
+        for rows_ND, new_THD in zip(self.rows(layer), (k_THD, v_THD), strict=True):
+            rows_ND.index_copy_(0, head_slots_N, new_THD.reshape(-1, self.head_dim).to(rows_ND.dtype))
 
     def gather(self, layer: int, page_heads_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [N, S * D] of a layer's (page, head) rows, numbered page * H + head. Valid until the next call: the buffers are

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from batchgen import LLM, SamplingParams  # noqa: E402
 from batchgen.attention.reference import ReferenceAttention  # noqa: E402
 from batchgen.attention.triton_paged import TritonAttention  # noqa: E402
-from batchgen.kernels.gpu import GpuKernels, copy_heads  # noqa: E402
+from batchgen.kernels.gpu import GpuKernels  # noqa: E402
 from batchgen.kv_cache import KVCache  # noqa: E402
 from batchgen.models.blocks import rotary_table  # noqa: E402
 from batchgen.models.config import ModelConfig  # noqa: E402
@@ -109,17 +109,34 @@ def test_norms_equal_plain_torch(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_are_rotated_and_written_where_they_lie(dtype):
-    wide = randn(9, 30, dtype=dtype).view(9, 5, 6)
-    heads = wide[:, 1:4]
-    table = rotary_table(40, 6, 100.0, torch.device("cpu"))[torch.arange(3, 12)].to(DEVICE)
+def test_a_sum_and_its_norm_equal_plain_torch(dtype):
+    x, delta, gains = randn(7, 40, dtype=dtype), randn(7, 40, dtype=dtype) * 2, randn(40, dtype=dtype)
+    total, normed = GpuKernels().add_norm(x, delta, gains, 1e-6)
+    assert torch.equal(total, x + delta)
+    near(normed, F.rms_norm((x + delta).float(), (40,), eps=1e-6) * gains.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalise", [False, True])
+def test_heads_are_normed_rotated_and_written_where_they_lie(dtype, normalise):
+    num_heads, num_kv_heads, depth = 5, 2, 6
+    qkv = randn(9, 9 * depth, dtype=dtype)
+    table = rotary_table(40, depth, 100.0, torch.device("cpu"))[torch.arange(3, 12)].to(DEVICE)
     cos, sin = table.unsqueeze(2).unbind(1)
-    near(GpuKernels().rotate(heads, table), heads.float() * cos + heads.float().roll(3, -1) * sin)
-    index = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:27].to(DEVICE)
-    target = torch.zeros(40, 6, device=DEVICE, dtype=dtype)
-    copy_heads(heads, index, target)
-    assert torch.equal(target[index], heads.reshape(27, 6))
-    assert int(target.any(1).sum()) == 27
+    gains = (randn(depth, dtype=dtype), 2 + randn(depth, dtype=dtype)) if normalise else None
+    slots = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:18].to(DEVICE)
+    keys, values = torch.zeros(2, 40, depth, device=DEVICE, dtype=dtype)
+    queries = GpuKernels().place_heads(qkv, gains, 1e-6, table, slots, keys, values)
+
+    def rotated(heads: torch.Tensor, gains_d: torch.Tensor | None) -> torch.Tensor:
+        heads = heads.float() if gains_d is None else F.rms_norm(heads.float(), (depth,), eps=1e-6) * gains_d.float()
+        return heads * cos + heads.roll(3, -1) * sin
+
+    q, k, v = qkv.view(9, 9, depth).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    near(queries, rotated(q, gains and gains[0]))
+    near(keys[slots], rotated(k, gains and gains[1]).reshape(18, depth))
+    assert torch.equal(values[slots], v.reshape(18, depth))
+    assert int(values.any(1).sum()) == int(keys.any(1).sum()) == 18
 
 
 @pytest.mark.parametrize("num_experts, k", [(5, 5), (8, 2), (128, 8), (33, 4)])

@@ -72,6 +72,33 @@ class CpuKernels:
         self._call("rotate", x_THD, x_THD.stride(0), rotary_T2D.contiguous(), out_THD, *x_THD.shape)
         return out_THD
 
+    def add_norm(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm."""
+        x_TD = x_TD + delta_TD
+        return x_TD, self.rms_norm(x_TD, weight_D, eps)
+
+    def place_heads(
+        self,
+        qkv_TX: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        rotary_T2D: Tensor,
+        head_slots_N: Tensor,
+        k_ND: Tensor,
+        v_ND: Tensor,
+    ) -> Tensor:
+        """Split a fused projection: norm and rotate its q and k heads, write k and v to rows `head_slots_N` of a layer's KV; returns
+        q [T, H, D]. `norms`: the heads' gains for q and k."""
+        num_tokens, depth = len(qkv_TX), k_ND.shape[1]
+        num_kv_heads = len(head_slots_N) // max(1, num_tokens)
+        qkv_THD = qkv_TX.view(num_tokens, qkv_TX.shape[1] // depth, depth)
+        q_THD, k_THD, v_THD = torch.split(qkv_THD, [qkv_THD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+        if norms is not None:
+            q_THD, k_THD = self.rms_norm(q_THD, norms[0], eps), self.rms_norm(k_THD, norms[1], eps)
+        for rows_ND, new_THD in ((k_ND, self.rotate(k_THD, rotary_T2D)), (v_ND, v_THD)):
+            rows_ND.index_copy_(0, head_slots_N, new_THD.reshape(-1, depth).to(rows_ND.dtype))
+        return self.rotate(q_THD, rotary_T2D)
+
     def route(self, logits_TE: Tensor, num_experts_per_tok: int, normalise: bool) -> tuple[Tensor, Tensor]:
         """As `batchgen.moe.router.route`; equal logits rank by expert number."""
         ids_TK = torch.empty(logits_TE.shape[0], num_experts_per_tok, dtype=torch.int64)

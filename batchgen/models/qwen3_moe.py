@@ -58,37 +58,53 @@ class DecoderLayer:
         else:
             self.mlp = DenseMLP(hidden, config.intermediate_size, arithmetic)
 
-    def forward(self, x_TD: Tensor, rotary_T2d: Tensor, head_slots_N: Tensor, kv: KVCache, plan: Any) -> tuple[Tensor, Tensor | None]:
-        """New residual stream, and the router's choice in a MoE layer. Rows of `x_TD` beyond the batch's tokens are padding."""
+    def forward(
+        self, x_TD: Tensor, delta_TD: Tensor, rotary_T2d: Tensor, head_slots_N: Tensor, kv: KVCache, plan: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """New residual stream, what is still to be added to it, and the router's choice in a MoE layer. `delta_TD` is what the layer before
+        left to add: each norm takes in one such sum. Rows beyond the batch's tokens are padding."""
         c, tokenwise = self.config, self.arithmetic.tokenwise
-        q_THGd, k_THd, v_THd = tokenwise(self._project, x_TD, rotary_T2d)
-        num_tokens = head_slots_N.numel() // c.num_kv_heads
-        kv.write(self.index, head_slots_N, k_THd[:num_tokens], v_THd[:num_tokens])
-        attended_TX = self.attention.attend(q_THGd, kv, self.index, plan, c.head_dim**-0.5)
-        if num_tokens < x_TD.shape[0]:
-            attended_TX = F.pad(attended_TX, (0, 0, 0, x_TD.shape[0] - num_tokens))
+        x_TD, qkv_TX = tokenwise(self._project, x_TD, delta_TD)
+        q_THd = self._place_heads(qkv_TX, rotary_T2d, head_slots_N, kv)
+        attended_TX = self.attention.attend(q_THd.view(len(x_TD), c.num_kv_heads, -1, c.head_dim), kv, self.index, plan, c.head_dim**-0.5)
+        if len(attended_TX) < len(x_TD):
+            attended_TX = F.pad(attended_TX, (0, 0, 0, len(x_TD) - len(attended_TX)))
         if not isinstance(self.mlp, Experts):
-            return tokenwise(self._dense, x_TD, attended_TX)[0], None
+            x_TD, delta_TD = tokenwise(self._dense, x_TD, attended_TX)
+            return x_TD, delta_TD, None
         x_TD, normed_TD, ids_TK, weights_TK = tokenwise(self._route, x_TD, attended_TX)
-        return x_TD + self.mlp(normed_TD, ids_TK, weights_TK), ids_TK
+        return x_TD, self.mlp(normed_TD, ids_TK, weights_TK), ids_TK
 
-    def _project(self, x_TD: Tensor, rotary_T2d: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, ...]:
+        x_TD, normed_TD = self.arithmetic.add_norm(x_TD, delta_TD, self.input_norm_D, self.config.rms_norm_eps)
+        return x_TD, self.arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X)
+
+    def _place_heads(self, qkv_TX: Tensor, rotary_T2d: Tensor, head_slots_N: Tensor, kv: KVCache) -> Tensor:
+        """Queries ready for attention; keys and values are written to the cache."""
+        norms, eps = (self.q_norm_d, self.k_norm_d), self.config.rms_norm_eps
+        if self.arithmetic.kernels is not None:
+            return self.arithmetic.kernels.place_heads(qkv_TX, norms, eps, rotary_T2d, head_slots_N, *kv.rows(self.index))
+        q_THd, k_THd, v_THd = self.arithmetic.tokenwise(self._heads, qkv_TX, rotary_T2d)
+        num_tokens = head_slots_N.numel() // self.config.num_kv_heads
+        kv.write(self.index, head_slots_N, k_THd[:num_tokens], v_THd[:num_tokens])
+        return q_THd
+
+    def _heads(self, qkv_TX: Tensor, rotary_T2d: Tensor) -> tuple[Tensor, ...]:
         c, arithmetic = self.config, self.arithmetic
-        normed_TD = arithmetic.rms_norm(x_TD, self.input_norm_D, c.rms_norm_eps)
-        qkv_THd = arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X).view(x_TD.shape[0], -1, c.head_dim)
+        qkv_THd = qkv_TX.view(len(qkv_TX), -1, c.head_dim)
         q_THd, k_THd, v_THd = torch.split(qkv_THd, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         q_THd = arithmetic.apply_rotary(arithmetic.rms_norm(q_THd, self.q_norm_d, c.rms_norm_eps), rotary_T2d)
         k_THd = arithmetic.apply_rotary(arithmetic.rms_norm(k_THd, self.k_norm_d, c.rms_norm_eps), rotary_T2d)
-        return q_THd.view(x_TD.shape[0], c.num_kv_heads, -1, c.head_dim), k_THd, v_THd
+        return q_THd, k_THd, v_THd
 
     def _attention_residual(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, Tensor]:
-        x_TD = x_TD + self.arithmetic.linear(attended_TX, self.o_DX, self.o_bias_D)
-        return x_TD, self.arithmetic.rms_norm(x_TD, self.post_norm_D, self.config.rms_norm_eps)
+        attended_TD = self.arithmetic.linear(attended_TX, self.o_DX, self.o_bias_D)
+        return self.arithmetic.add_norm(x_TD, attended_TD, self.post_norm_D, self.config.rms_norm_eps)
 
-    def _dense(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, ...]:
+    def _dense(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, Tensor]:
         assert isinstance(self.mlp, DenseMLP)
         x_TD, normed_TD = self._attention_residual(x_TD, attended_TX)
-        return (x_TD + self.mlp(normed_TD),)
+        return x_TD, self.mlp(normed_TD)
 
     def _route(self, x_TD: Tensor, attended_TX: Tensor) -> tuple[Tensor, ...]:
         assert self.router_ED is not None
@@ -163,12 +179,12 @@ class Qwen3Moe:
         rotary_T2d = self.rotary_P2d[F.pad(batch.positions_T, padding)]
         head_slots_N = kv.head_slots(batch.kv_slots_T)
         plan = self.attention.plan(batch, kv)
-        routed = []
+        delta_TD, routed = torch.zeros_like(x_TD), []
         for layer in self.layers:
-            x_TD, ids_TK = layer.forward(x_TD, rotary_T2d, head_slots_N, kv, plan)
+            x_TD, delta_TD, ids_TK = layer.forward(x_TD, delta_TD, rotary_T2d, head_slots_N, kv, plan)
             if batch.return_routed and ids_TK is not None:
                 routed.append(ids_TK[:num_tokens].to(torch.int16))
-        return x_TD, torch.stack(routed, dim=1) if routed else None
+        return x_TD + delta_TD, torch.stack(routed, dim=1) if routed else None
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor, logit_index_M: Tensor) -> Tensor:
