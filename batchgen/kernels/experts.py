@@ -1,5 +1,4 @@
-"""An expert layer on a GPU, in Triton. In: activations and the router's choice. Out: each token's weighted sum of its experts. Never waits
-for the device.
+"""An expert layer on a GPU, in Triton. In: activations and the router's choice. Out: weighted sums. Never waits for the device.
 
 Rows are sorted by expert, gathered while they are multiplied, gated before they are written, and summed per token in the router's
 order. Every tile of weights streams once for up to 128 rows.
@@ -122,7 +121,7 @@ def _combine(y_ptr, place_ptr, weights_ptr, out_ptr, depth: tl.constexpr, k: tl.
 def experts(
     x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, choice: Choice | None = None
 ) -> Tensor:
-    """sum over k of weights[t, k] * down(silu(gate(x)) * up(x)) by expert ids[t, k], [T, D]; any order of a tile's rows gives the same sums.
+    """sum over k of weights[t, k] * down(silu(gate(x)) * up(x)) by expert ids[t, k], [T, D].
 
     `choice` fixes the tiles; without it they follow the mean number of rows per expert.
     """
