@@ -214,7 +214,7 @@ class Engine:
                 chunks.append(Chunk(prefill, prefill.num_computed, min(number, prefill.num_left)))
         if not seqs and not chunks:
             return
-        self._runner.extend_pages(grown)
+        self._runner.slots.extend_pages(grown)
         results, prefilled = self._runner.run(seqs, chunks, step_plan.num_steps, step_plan.stop_below, self.weights_version)
         for seq, decoded in zip(seqs, results, strict=True):
             self._resume(seq, decoded)
@@ -279,6 +279,7 @@ class Engine:
                 del self._ready[prompt.id]
         if targets:
             self._runner.kv.copy_pages(sources, targets)
+        self._occupy(seqs)
         self.runtime.start(seqs)
         logits_RV = torch.stack([prompt.logits_V for prompt, _ in starts])
         logits_BV = logits_RV[torch.tensor(logit_rows, device=logits_RV.device)]
@@ -305,13 +306,14 @@ class Engine:
         if self.tokenizer is not None and (params.stop or request.stream):
             stop = params.stop or []
             seq.stream = TextStream(self.tokenizer, stop=stop, include_stop=params.include_stop, min_tokens=params.min_tokens)
-        self._occupy(seq)
         return seq
 
-    def _occupy(self, seq: Sequence) -> None:
-        params = seq.request.params
-        bad_words = self.tokenizer.bad_word_ids(params.bad_words) if self.tokenizer and params.bad_words else []
-        self._runner.admit(seq, [] if params.ignore_eos else self.facts.eos_token_ids, bad_words)
+    def _occupy(self, seqs: list[Sequence]) -> None:
+        self._runner.admit(seqs, self.facts.eos_token_ids, self._bad_word_ids)
+
+    def _bad_word_ids(self, seq: Sequence) -> list[list[int]]:
+        bad_words = seq.request.params.bad_words
+        return self.tokenizer.bad_word_ids(bad_words) if self.tokenizer and bad_words else []
 
     def _advance(self, chunk: Chunk, logits_MV: torch.Tensor, routed_TLK: torch.Tensor | None, events: list[Event]) -> None:
         """Account for a computed chunk; a complete prefill becomes ready or resumes its sequence."""
@@ -359,7 +361,7 @@ class Engine:
         assert isinstance(job, Resumption)
         seq = job.sequence
         seq.pages = job.pages
-        self._occupy(seq)
+        self._occupy([seq])
         self._resume(seq, PrefixComputed(pages=job.pages))
 
     def _resume(self, seq: Sequence, event: Decoded | PrefixComputed | Finish) -> None:

@@ -6,6 +6,7 @@ operations only, so every device gives the same bits.
 Shapes: S slots, B rows, P positions.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,24 +46,40 @@ def uniforms(key_2B: Tensor, positions_BP: Tensor) -> Tensor:
 
 
 class SlotUniforms:
-    """`uniforms` of slots that hold one seed each, computed a block of positions ahead."""
+    """`uniforms` of slots that hold one seed each; on a CPU computed a block of positions ahead, on a GPU by one kernel."""
 
     def __init__(self, num_slots: int, device: torch.device | str):
-        self._key_2S = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
-        self._block_S = torch.full((num_slots,), -1, dtype=torch.int64, device=device)
-        self._uniform_SP = torch.zeros(num_slots, _BLOCK, dtype=torch.float64, device=device)
+        self._seeds_S = np.zeros(num_slots, np.int64)
+        self._seed_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._stale = False
+        self._block_S = torch.full((num_slots,), -1, dtype=torch.int64)
+        self._uniform_SP = torch.zeros(num_slots, _BLOCK, dtype=torch.float64)
 
     def set_slot(self, slot: int, seed: int) -> None:
-        self._key_2S[:, slot] = torch.tensor(seed_words(seed), device=self._key_2S.device)
+        self._seeds_S[slot] = seed - (seed >> 63 << 64)  # the same 64 bits, signed
         self._block_S[slot] = -1
+        self._stale = True
+
+    def seeds(self) -> Tensor:
+        """The seeds' bits, int64 [S], at the same place on the device for good."""
+        if self._stale:
+            self._seed_S.copy_(torch.from_numpy(self._seeds_S))
+            self._stale = False
+        return self._seed_S
 
     def at(self, slots_B: Tensor, positions_B: Tensor) -> Tensor:
         """Float64 [B]."""
+        seed_S = self.seeds()
+        if seed_S.is_cuda:
+            from batchgen.kernels import sampling
+
+            return sampling.uniforms(seed_S, slots_B, positions_B)
         block_B = positions_B // _BLOCK
         stale_B = self._block_S[slots_B] != block_B
         if bool(stale_B.any()):
             slots_R, block_R = slots_B[stale_B], block_B[stale_B]
-            positions_RP = block_R[:, None] * _BLOCK + torch.arange(_BLOCK, device=slots_B.device)
-            self._uniform_SP[slots_R] = uniforms(self._key_2S[:, slots_R], positions_RP)
+            positions_RP = block_R[:, None] * _BLOCK + torch.arange(_BLOCK)
+            key_2R = torch.stack([seed_S[slots_R] & _MASK, seed_S[slots_R] >> 32 & _MASK])
+            self._uniform_SP[slots_R] = uniforms(key_2R, positions_RP)
             self._block_S[slots_R] = block_R
         return self._uniform_SP[slots_B, positions_B % _BLOCK]

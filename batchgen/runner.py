@@ -1,10 +1,12 @@
 """The device side of a step. In: sequences with slots and pages, prefill chunks. Out: sampled tokens per sequence, prefill results.
 
-Between two decisions a batch decodes without touching a Python object per sequence: what a row needs lives in arrays indexed by
-slot, finished rows leave the batch by a mask, and sampled tokens are recorded as they are and split by sequence at the end.
-Suffixes: S slots, B live rows, N rows of all steps together, P pages, V vocabulary, K top logprobs, L MoE layers.
+Between two decisions a batch decodes without touching a Python object per sequence: what a row needs lives in `Slots`, and sampled
+tokens are recorded as they are and split by sequence at the end. On a GPU a whole step is one graph, and nothing waits for it.
+
+Suffixes: B rows, T rows of a captured step, N rows of all steps together, P pages, V vocabulary, K top logprobs or experts, L MoE layers.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -14,13 +16,13 @@ from torch import Tensor
 
 from batchgen.config import EngineConfig
 from batchgen.errors import ErrorInfo
-from batchgen.graphs import DecodeGraphs
+from batchgen.graphs import Graphs, padded
 from batchgen.kv_cache import KVCache
-from batchgen.models.qwen3_moe import ModelOutput
 from batchgen.models.registry import LoadedModel
 from batchgen.packing import PackedBatch
 from batchgen.sampler import SampledTokens, Sampler
 from batchgen.sequence import Decoded, Prefill, Prompt, Sequence
+from batchgen.slots import Slots
 
 NO_TOKEN = ErrorInfo(
     code="no_token_allowed",
@@ -45,11 +47,21 @@ class Chunk:
         return self.start + self.count == len(self.prefill.token_ids)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """Results of a captured step."""
+
+    live_T: Tensor
+    sampled: SampledTokens
+    routed_TLK: Tensor | None
+
+
 @dataclass(slots=True)
 class _Records:
-    """What each step of a run sampled, one tensor per step."""
+    """What each step of a run sampled, one entry per step."""
 
     slots: list[Tensor] = field(default_factory=list)
+    """The spare slot where a row's sequence had ended."""
     sampled: list[SampledTokens] = field(default_factory=list)
     routed: list[Tensor] = field(default_factory=list)
 
@@ -59,62 +71,33 @@ class Runner:
 
     def __init__(self, loaded: LoadedModel, kv: KVCache, config: EngineConfig, max_model_len: int):
         self.model, self.kv, self.device = loaded.model, kv, torch.device(config.device)
-        self.page_size = config.page_size
         self.sampler = Sampler(loaded.config.vocab_size, config.max_num_seqs, self.device)
-        num_slots, max_pages = config.max_num_seqs, -(-max_model_len // config.page_size) + 1
-        capturable = self.device.type == "cuda" and loaded.model.arithmetic.kernels is not None
-        self._graphs = DecodeGraphs(loaded.model, kv, num_slots, max_pages) if capturable else None
+        self.slots = Slots(config.max_num_seqs, -(-max_model_len // config.page_size) + 1, kv)
+        self._page_size = config.page_size
+        self._on_gpu = self.device.type == "cuda"
+        self._graphs: Graphs[_Step] | None = Graphs() if self._on_gpu and loaded.model.arithmetic.kernels is not None else None
+        self._rows_T = torch.full((padded(config.max_num_seqs),), self.slots.spare, dtype=torch.int64, device=self.device)
 
-        def ints(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=self.device)
-
-        self.free_slots = list(range(num_slots - 1, -1, -1))
-        self._last_token_S, self._num_tokens_S = ints(num_slots), ints(num_slots)
-        self._num_outputs_S, self._max_outputs_S = ints(num_slots), ints(num_slots)
-        self._page_table_SP = ints(num_slots, max_pages)
-        self._stop_ids_SK = ints(num_slots, 1)
-
-    def admit(self, seq: Sequence, eos_ids: Seq[int], bad_word_ids: list[list[int]]) -> None:
-        """Give a sequence a slot and fill the slot's arrays."""
-        slot = seq.slot = self.free_slots.pop()
-        params = seq.request.params
-        self.sampler.set_slot(slot, params, seq.seed, seq.request.prompt_token_ids, seq.output_ids, eos_ids, bad_word_ids)
-        self._num_outputs_S[slot] = len(seq.output_ids)
-        self._max_outputs_S[slot] = seq.max_outputs
-        self._num_tokens_S[slot] = seq.num_tokens
-        if seq.output_ids:
-            self._last_token_S[slot] = seq.output_ids[-1]
-        stops = sorted(seq.stop_token_ids)
-        if len(stops) > self._stop_ids_SK.shape[1]:
-            self._stop_ids_SK = torch.nn.functional.pad(self._stop_ids_SK, (0, len(stops) - self._stop_ids_SK.shape[1]), value=-1)
-        self._stop_ids_SK[slot] = -1
-        self._stop_ids_SK[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int64)
-        self._page_table_SP[slot, : len(seq.pages)] = torch.tensor(seq.pages, dtype=torch.int64)
+    def admit(self, seqs: Seq[Sequence], eos_ids: Seq[int], bad_word_ids: Callable[[Sequence], list[list[int]]]) -> None:
+        """Give sequences slots and fill the slots' arrays. `eos_ids` end those that do not ignore them."""
+        for seq in seqs:
+            slot = seq.slot = self.slots.free.pop()
+            params, prompt_ids = seq.request.params, seq.request.prompt_token_ids
+            ends = [] if params.ignore_eos else eos_ids
+            self.sampler.set_slot(slot, params, seq.seed, prompt_ids, seq.output_ids, ends, bad_word_ids(seq))
+        self.slots.fill(seqs)
 
     def vacate(self, seq: Sequence) -> None:
         """Take the slot back."""
         self.sampler.clear_slot(seq.slot)
-        self.free_slots.append(seq.slot)
+        self.slots.free.append(seq.slot)
         seq.slot = -1
-
-    def extend_pages(self, grown: list[tuple[Sequence, list[int]]]) -> None:
-        """Append new pages to sequences' page tables, on the device in one write."""
-        rows, columns, pages = [], [], []
-        for seq, new in grown:
-            for page in new:
-                rows.append(seq.slot)
-                columns.append(len(seq.pages))
-                pages.append(page)
-                seq.pages.append(page)
-        if pages:
-            index = torch.tensor([rows, columns], device=self.device)
-            self._page_table_SP[index[0], index[1]] = torch.tensor(pages, device=self.device)
 
     def first_tokens(self, seqs: list[Sequence], logits_BV: Tensor, version: int) -> list[Decoded]:
         """Sample the first token of each sequence from its prompt's last logits."""
         records = _Records()
-        slots_B = torch.tensor([seq.slot for seq in seqs], device=self.device)
-        self._sample(logits_BV, slots_B, records)
+        slots = np.array([seq.slot for seq in seqs])
+        self._sample(logits_BV, slots, torch.from_numpy(slots).to(self.device), records)
         return self._split(seqs, records, version)
 
     def run(
@@ -122,79 +105,108 @@ class Runner:
     ) -> tuple[list[Decoded], dict[int, tuple[Tensor, Tensor | None]]]:
         """Decode `seqs` for up to `num_steps` passes; the first pass carries the prefill chunks.
 
-        Returns what each sequence got, in order, and per prefill id (logits_MV of the rows it asked for, routed experts).
+        Returns what each sequence got, in order, and per prefill id (logits_MV of the rows it asked for, routed experts). On a CPU,
+        rows that end leave the batch at once, and the run ends once fewer than `stop_below` are left; a GPU is never asked how many.
         """
         records, prefilled = _Records(), {}
-        slots_B = torch.tensor([seq.slot for seq in seqs], dtype=torch.int64, device=self.device)
+        slots = np.array([seq.slot for seq in seqs], dtype=np.int64)
+        slots_B = torch.from_numpy(slots).to(self.device)
         longest = max((seq.num_tokens for seq in seqs), default=0)
         want_routed = any(seq.request.params.return_routed_experts for seq in seqs)
         for step in range(num_steps):
-            num_rows = len(slots_B)
-            if step and (num_rows == 0 or num_rows < stop_below):
+            if step and not self._on_gpu:
+                slots_B = slots_B[~self.slots.ended_S[slots_B]]
+                slots = slots_B.numpy()
+            if step and (len(slots) == 0 or len(slots) < stop_below):
                 break
-            step_chunks = chunks if step == 0 else []
-            batch = self._pack(slots_B, longest + step, step_chunks)
-            batch.return_routed = want_routed or any(isinstance(c.prefill, Prompt) and c.prefill.want_routed for c in step_chunks)
-            out = self._forward(batch, captured=not step_chunks)
-            if step_chunks:
-                prefilled = _chunk_results(step_chunks, num_rows, out.logits_MV, out.routed_TLK)
-            if num_rows:
-                if want_routed and out.routed_TLK is not None:
-                    records.routed.append(out.routed_TLK[:num_rows])
-                slots_B = self._sample(out.logits_MV[:num_rows], slots_B, records)
+            if step == 0 and chunks:
+                prefilled = self._mixed(slots, slots_B, longest, chunks, want_routed, records)
+            elif self._graphs is not None and self.sampler.is_plain(slots):
+                self._captured(slots_B, want_routed, records)
+            else:
+                live_B = self.slots.live(slots_B)
+                batch = self.slots.decode_batch(live_B, -(-(longest + step) // self._page_size))
+                batch.return_routed = want_routed
+                out = self.model.forward(batch, self.kv)
+                self._sample(out.logits_MV, slots, live_B, records)
+                if out.routed_TLK is not None:
+                    records.routed.append(out.routed_TLK)
         return self._split(seqs, records, version), prefilled
 
-    def _forward(self, batch: PackedBatch, captured: bool) -> ModelOutput:
-        """One pass of the model; `captured`: only decode rows, which a graph may replay."""
-        if self._graphs is None or not captured or batch.return_routed:
-            return self.model.forward(batch, self.kv)
-        return ModelOutput(logits_MV=self.model.logits(self._graphs.hidden(batch), batch.logit_index_M), routed_TLK=None)
+    def _mixed(
+        self, slots: np.ndarray, slots_B: Tensor, longest: int, chunks: list[Chunk], want_routed: bool, records: _Records
+    ) -> dict[int, tuple[Tensor, Tensor | None]]:
+        """One pass over the rows and the prefill chunks; results by prefill id."""
+        batch, num_rows = self._pack(self.slots.decode_batch(slots_B, -(-longest // self._page_size)), chunks), len(slots)
+        batch.return_routed = want_routed or any(isinstance(c.prefill, Prompt) and c.prefill.want_routed for c in chunks)
+        out = self.model.forward(batch, self.kv)
+        if num_rows:
+            self._sample(out.logits_MV[:num_rows], slots, slots_B, records)
+            if want_routed and out.routed_TLK is not None:
+                records.routed.append(out.routed_TLK[:num_rows])
+        return _chunk_results(chunks, num_rows, out.logits_MV, out.routed_TLK)
 
-    def _sample(self, logits_BV: Tensor, slots_B: Tensor, records: _Records) -> Tensor:
-        """Sample a token for each row, record it, and return the slots of the rows that go on."""
-        sampled = self.sampler.sample(logits_BV, slots_B, self._num_outputs_S[slots_B])
-        records.slots.append(slots_B)
+    def _captured(self, slots_B: Tensor, want_routed: bool, records: _Records) -> None:
+        """One decode step with sampling, replayed as a graph over a padded number of rows."""
+        assert self._graphs is not None
+        num_rows = len(slots_B)
+        size = padded(num_rows)
+        self._rows_T[:num_rows] = slots_B
+        self._rows_T[num_rows:size] = self.slots.spare
+        step = self._graphs.run((size, want_routed), lambda: self._step(self._rows_T[:size], want_routed))
+        records.slots.append(step.live_T[:num_rows].clone())
+        records.sampled.append(step.sampled.first(num_rows))
+        if step.routed_TLK is not None:
+            records.routed.append(step.routed_TLK[:num_rows].clone())
+
+    def _step(self, rows_T: Tensor, want_routed: bool) -> _Step:
+        live_T = self.slots.live(rows_T)
+        batch = self.slots.decode_batch(live_T, self.slots.page_table_SP.shape[1])
+        batch.return_routed = want_routed
+        hidden_TD, routed_TLK = self.model.hidden(batch, self.kv)
+        logits_TV = self.model.logits(hidden_TD, batch.logit_index_M)
+        sampled = self.sampler.sample_plain(logits_TV, live_T, self.slots.num_outputs_S[live_T])
+        self.slots.advance(live_T, sampled.token_ids_B, sampled.failed_B)
+        return _Step(live_T=live_T, sampled=sampled, routed_TLK=routed_TLK)
+
+    def _sample(self, logits_BV: Tensor, slots: np.ndarray, live_B: Tensor, records: _Records) -> None:
+        """Sample a token for each row of `slots` (`live_B`: of those that have not ended), and record it."""
+        num_outputs_B = self.slots.num_outputs_S[live_B]
+        if self._graphs is not None and self.sampler.is_plain(slots):
+            sampled = self.sampler.sample_plain(logits_BV, live_B, num_outputs_B)
+        else:
+            sampled = self.sampler.sample(logits_BV, slots, num_outputs_B)
+        records.slots.append(live_B)
         records.sampled.append(sampled)
-        num_outputs_B = self._num_outputs_S[slots_B] + 1
-        self._num_outputs_S[slots_B] = num_outputs_B
-        self._num_tokens_S[slots_B] += 1
-        self._last_token_S[slots_B] = sampled.token_ids_B
-        ended_B = (self._stop_ids_SK[slots_B] == sampled.token_ids_B[:, None]).any(1)
-        ended_B |= (num_outputs_B >= self._max_outputs_S[slots_B]) | sampled.failed_B
-        return slots_B[~ended_B] if bool(ended_B.any()) else slots_B
+        self.slots.advance(live_B, sampled.token_ids_B, sampled.failed_B)
 
-    def _pack(self, slots_B: Tensor, longest: int, chunks: list[Chunk]) -> PackedBatch:
-        num_rows, size = len(slots_B), self.page_size
-        num_tokens_B = self._num_tokens_S[slots_B]
-        positions = [num_tokens_B - 1]
-        ids = [self._last_token_S[slots_B]]
-        tables = self._page_table_SP[slots_B, : -(-longest // size)]
-        kv_slots = [tables.gather(1, (positions[0] // size)[:, None])[:, 0] * size + positions[0] % size] if num_rows else []
-        starts, contexts, logit_rows = list(range(num_rows + 1)), [num_tokens_B], [torch.arange(num_rows, device=self.device)]
-        if chunks:
-            width = max([tables.shape[1]] + [len(chunk.prefill.pages) for chunk in chunks])
-            page_rows = torch.zeros(num_rows + len(chunks), width, dtype=torch.int64, device=self.device)
-            page_rows[:num_rows, : tables.shape[1]] = tables
-            for row, chunk in enumerate(chunks, start=num_rows):
-                pages = torch.tensor(chunk.prefill.pages, device=self.device)
-                position = torch.arange(chunk.start, chunk.start + chunk.count, device=self.device)
-                ids.append(torch.tensor(chunk.prefill.token_ids[chunk.start : chunk.start + chunk.count], device=self.device))
-                positions.append(position)
-                kv_slots.append(pages[position // size] * size + position % size)
-                page_rows[row, : len(pages)] = pages
-                first = starts[-1]
-                starts.append(first + chunk.count)
-                logit_rows.append(torch.arange(*_logit_range(chunk, first), device=self.device))
-            contexts.append(torch.tensor([chunk.start + chunk.count for chunk in chunks], device=self.device))
-            tables = page_rows
+    def _pack(self, rows: PackedBatch, chunks: list[Chunk]) -> PackedBatch:
+        """The decode rows, and behind them the chunks."""
+        num_rows, size = rows.num_decode, self._page_size
+        ids, positions, kv_slots = [rows.input_ids_T], [rows.positions_T], [rows.kv_slots_T]
+        starts, logit_rows = list(rows.query_starts), [rows.logit_index_M]
+        width = max([rows.page_table_BP.shape[1]] + [len(chunk.prefill.pages) for chunk in chunks])
+        tables_BP = torch.zeros(num_rows + len(chunks), width, dtype=torch.int64, device=self.device)
+        tables_BP[:num_rows, : rows.page_table_BP.shape[1]] = rows.page_table_BP
+        for row, chunk in enumerate(chunks, start=num_rows):
+            pages = torch.tensor(chunk.prefill.pages, device=self.device)
+            position = torch.arange(chunk.start, chunk.start + chunk.count, device=self.device)
+            ids.append(torch.tensor(chunk.prefill.token_ids[chunk.start : chunk.start + chunk.count], device=self.device))
+            positions.append(position)
+            kv_slots.append(pages[position // size] * size + position % size)
+            tables_BP[row, : len(pages)] = pages
+            first = starts[-1]
+            starts.append(first + chunk.count)
+            logit_rows.append(torch.arange(*_logit_range(chunk, first), device=self.device))
+        contexts = torch.tensor([chunk.start + chunk.count for chunk in chunks], device=self.device)
         return PackedBatch(
             input_ids_T=torch.cat(ids),
             positions_T=torch.cat(positions),
             kv_slots_T=torch.cat(kv_slots),
             query_starts=starts,
             num_decode=num_rows,
-            context_lens_B=torch.cat(contexts),
-            page_table_BP=tables,
+            context_lens_B=torch.cat([rows.context_lens_B, contexts]),
+            page_table_BP=tables_BP,
             logit_index_M=torch.cat(logit_rows),
             return_routed=False,
         )

@@ -39,12 +39,26 @@ class SampledTokens:
     blocked_B: Tensor
     """bool: those of the failed rows whose logits were fine but whose masks left no token; the others had NaN or +inf logits."""
 
+    def first(self, num_rows: int) -> "SampledTokens":
+        """A copy of the first rows."""
+        return SampledTokens(
+            token_ids_B=self.token_ids_B[:num_rows].clone(),
+            logprobs_B=self.logprobs_B[:num_rows].clone(),
+            top_ids_BK=None if self.top_ids_BK is None else self.top_ids_BK[:num_rows].clone(),
+            top_logprobs_BK=None if self.top_logprobs_BK is None else self.top_logprobs_BK[:num_rows].clone(),
+            failed_B=self.failed_B[:num_rows].clone(),
+            blocked_B=self.blocked_B[:num_rows].clone(),
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class _Selection:
     """Everything about one choice of slots that does not change from step to step. None: no row needs it."""
 
+    slots: np.ndarray
     slots_B: Tensor
+    plain: bool
+    """Every row draws from all tokens, or takes the likeliest, and reports that token's logprob alone."""
     temperature_B1: Tensor | None
     rules: RuleSelection | None
     any_plain: bool
@@ -68,7 +82,9 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self.rules = LogitRules(vocab_size, num_slots, device)
-        self._uniforms = SlotUniforms(num_slots, device)
+        self._uniforms = SlotUniforms(num_slots + 1, device)
+        self._divisor_S = torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
+        """Temperatures on the device, 0 for greedy rows. One slot more than are given out, for rows that stand for none."""
         self._temperature_S = np.ones(num_slots)
         self._top_k_S = np.full(num_slots, vocab_size)
         self._top_p_S = np.ones(num_slots)
@@ -103,13 +119,34 @@ class Sampler:
         self.rules.clear_slot(slot)
         self._selection = None
 
-    def sample(self, logits_BV: Tensor, slots_B: Tensor, num_outputs_B: Tensor) -> SampledTokens:
+    def is_plain(self, slots: Sequence[int] | np.ndarray) -> bool:
+        """Whether `sample_plain` can sample these rows; call it before, for it also brings the device's arrays up to date."""
+        self._uniforms.seeds()
+        return self._select(np.asarray(slots)).plain
+
+    def sample_plain(self, logits_BV: Tensor, slots_B: Tensor, num_outputs_B: Tensor) -> SampledTokens:
+        """`sample` on a GPU for rows that `is_plain`, without a look at the host; any float type. Slots may be the one beyond the last."""
+        from batchgen.kernels.sampling import draw_plain
+
+        tokens_B, logprobs_B, failed_B = draw_plain(logits_BV, slots_B, self._divisor_S, self._uniforms.seeds(), num_outputs_B)
+        return SampledTokens(
+            token_ids_B=tokens_B,
+            logprobs_B=logprobs_B,
+            top_ids_BK=None,
+            top_logprobs_BK=None,
+            failed_B=failed_B,
+            blocked_B=torch.zeros_like(failed_B),
+        )
+
+    def sample(self, logits_BV: Tensor, slots: Sequence[int] | np.ndarray | Tensor, num_outputs_B: Tensor) -> SampledTokens:
         """One token per row, and penalties and bad words brought up to date with it.
 
-        logits_BV: float32, left as it is. slots_B: int64, all different. num_outputs_B: int64, tokens each sequence already has.
+        logits_BV: left as it is. slots: on the host, all different. num_outputs_B: int64, tokens each sequence already has.
         """
-        assert logits_BV.shape[1] == self.vocab_size and logits_BV.dtype == torch.float32
-        s = self._select(slots_B)
+        assert logits_BV.shape[1] == self.vocab_size
+        logits_BV = logits_BV.float()
+        s = self._select(np.asarray(slots))
+        slots_B = s.slots_B
         scaled_BV = logits_BV if s.temperature_B1 is None else logits_BV / s.temperature_B1
         wanted_BV = scaled_BV
         if s.rules is not None:
@@ -166,11 +203,10 @@ class Sampler:
             tokens_B[rows] = greedy(logits_BV[rows])
         return tokens_B
 
-    def _select(self, slots_B: Tensor) -> _Selection:
+    def _select(self, slots: np.ndarray) -> _Selection:
         """Gather parameters by row; kept while the same slots come with the same parameters."""
-        if self._selection is not None and torch.equal(self._selection.slots_B, slots_B):
+        if self._selection is not None and np.array_equal(self._selection.slots, slots):
             return self._selection
-        slots = slots_B.cpu().numpy()
         temperature = self._temperature_S[slots]
         is_greedy = temperature == 0.0
         divisor = np.where(is_greedy, 1.0, np.maximum(temperature, LOWEST_TEMPERATURE))
@@ -182,10 +218,16 @@ class Sampler:
         raw, num_top = self._raw_S[slots], self._num_top_S[slots]
         reported = self.rules.active_S[slots] | (num_top > 0) | (raw & (divisor != 1.0))
         raw_Q = raw[reported]
+        rules = self.rules.select(slots)
+        if self._divisor_S.is_cuda:
+            temperatures = np.where(self._temperature_S == 0.0, 0.0, np.maximum(self._temperature_S, LOWEST_TEMPERATURE))
+            self._divisor_S[:-1] = torch.from_numpy(temperatures.astype(np.float32))
         self._selection = _Selection(
-            slots_B=slots_B.clone(),
+            slots=slots.copy(),
+            slots_B=torch.from_numpy(slots.astype(np.int64)).to(self.device),
+            plain=rules is None and not reported.any() and not is_ranked.any() and not only_min_p.any(),
             temperature_B1=self._column(divisor) if (divisor != 1.0).any() else None,
-            rules=self.rules.select(slots),
+            rules=rules,
             any_plain=not (is_greedy | is_ranked).all(),
             min_p_B1=self._column(only_min_p) if only_min_p.any() else None,
             greedy_rows=rows_of(is_greedy, self.device) if is_greedy.any() else None,

@@ -243,7 +243,7 @@ def test_every_sample_ends_once_and_no_page_leaks_under_random_walks(folder, dat
     ended = [(e.request_id, e.sample.index) for e in seen if isinstance(e, SampleFinished)]
     assert len(ended) == len(set(ended)) and set(ended) == expected
     assert eng.pool.num_used == 0
-    assert len(eng._runner.free_slots) == eng.config.max_num_seqs
+    assert len(eng._runner.slots.free) == eng.config.max_num_seqs
 
 
 def test_a_budget_too_small_is_refused_with_the_numbers(folder):
