@@ -6,6 +6,25 @@ from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True)
+class SharedPrefix:
+    """Runs of consecutive decode rows whose first keys lie in the same pages, such as the samples of one prompt. int64.
+
+    N runs, which may hold no row (count 0).
+    """
+
+    first_N: Tensor
+    """First row of the run."""
+    count_N: Tensor
+    num_keys_N: Tensor
+    """Keys that all its rows share: whole pages."""
+    slot_N: Tensor
+    """Row of `page_table_SP` with those pages."""
+    page_table_SP: Tensor
+    num_keys_B: Tensor
+    """The same number by decode row; 0 for rows in no run."""
+
+
+@dataclass(slots=True, kw_only=True)
 class PackedBatch:
     """A ragged batch without padding: the decode rows first, then the prefill chunks.
 
@@ -28,5 +47,7 @@ class PackedBatch:
     """int64, padded with 0."""
     logit_index_M: Tensor
     """int64 indices into T."""
+    shared: SharedPrefix | None = None
+    """A backend may use it to read such keys once; results are the same without."""
     return_routed: bool = False
     """Also return the experts that the router chose."""

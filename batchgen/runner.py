@@ -20,6 +20,7 @@ from batchgen.graphs import Graphs, padded
 from batchgen.kv_cache import KVCache
 from batchgen.models.registry import LoadedModel
 from batchgen.packing import PackedBatch
+from batchgen.prefixes import SharedPrefixes, shared_runs
 from batchgen.sampler import SampledTokens, Sampler
 from batchgen.sequence import Decoded, Prefill, Prompt, Sequence
 from batchgen.slots import Slots
@@ -76,6 +77,7 @@ class Runner:
         self._page_size = config.page_size
         self._on_gpu = self.device.type == "cuda"
         self._graphs: Graphs[_Step] | None = Graphs() if self._on_gpu and loaded.model.arithmetic.kernels is not None else None
+        self._prefixes = SharedPrefixes(padded(config.max_num_seqs), config.page_size, self.slots.page_table_SP)
         self._rows_T = torch.full((padded(config.max_num_seqs),), self.slots.spare, dtype=torch.int64, device=self.device)
 
     def admit(self, seqs: Seq[Sequence], eos_ids: Seq[int], bad_word_ids: Callable[[Sequence], list[list[int]]]) -> None:
@@ -113,6 +115,7 @@ class Runner:
         slots_B = torch.from_numpy(slots).to(self.device)
         longest = max((seq.num_tokens for seq in seqs), default=0)
         want_routed = any(seq.request.params.return_routed_experts for seq in seqs)
+        sharing = self._share(seqs, slots)
         for step in range(num_steps):
             if step and not self._on_gpu:
                 slots_B = slots_B[~self.slots.ended_S[slots_B]]
@@ -120,13 +123,14 @@ class Runner:
             if step and (len(slots) == 0 or len(slots) < stop_below):
                 break
             if step == 0 and chunks:
-                prefilled = self._mixed(slots, slots_B, longest, chunks, want_routed, records)
+                prefilled = self._mixed(slots, slots_B, longest, chunks, sharing, want_routed, records)
             elif self._graphs is not None and self.sampler.is_plain(slots):
-                self._captured(slots_B, want_routed, records)
+                self._captured(slots_B, sharing, want_routed, records)
             else:
                 live_B = self.slots.live(slots_B)
                 batch = self.slots.decode_batch(live_B, -(-(longest + step) // self._page_size))
                 batch.return_routed = want_routed
+                batch.shared = self._prefixes.view(len(slots)) if sharing else None
                 out = self.model.forward(batch, self.kv)
                 self._sample(out.logits_MV, slots, live_B, records)
                 if out.routed_TLK is not None:
@@ -134,10 +138,11 @@ class Runner:
         return self._split(seqs, records, version), prefilled
 
     def _mixed(
-        self, slots: np.ndarray, slots_B: Tensor, longest: int, chunks: list[Chunk], want_routed: bool, records: _Records
+        self, slots: np.ndarray, slots_B: Tensor, longest: int, chunks: list[Chunk], sharing: bool, want_routed: bool, records: _Records
     ) -> dict[int, tuple[Tensor, Tensor | None]]:
         """One pass over the rows and the prefill chunks; results by prefill id."""
         batch, num_rows = self._pack(self.slots.decode_batch(slots_B, -(-longest // self._page_size)), chunks), len(slots)
+        batch.shared = self._prefixes.view(num_rows) if sharing else None
         batch.return_routed = want_routed or any(isinstance(c.prefill, Prompt) and c.prefill.want_routed for c in chunks)
         out = self.model.forward(batch, self.kv)
         if num_rows:
@@ -146,23 +151,32 @@ class Runner:
                 records.routed.append(out.routed_TLK[:num_rows])
         return _chunk_results(chunks, num_rows, out.logits_MV, out.routed_TLK)
 
-    def _captured(self, slots_B: Tensor, want_routed: bool, records: _Records) -> None:
+    def _share(self, seqs: list[Sequence], slots: np.ndarray) -> bool:
+        """Find the rows whose first pages are the same, where attention reads those once."""
+        max_rows = self.model.attention.max_shared_rows
+        runs = shared_runs([seq.pages for seq in seqs], max_rows) if max_rows > 1 else []
+        if runs:
+            self._prefixes.fill(runs, slots)
+        return bool(runs)
+
+    def _captured(self, slots_B: Tensor, sharing: bool, want_routed: bool, records: _Records) -> None:
         """One decode step with sampling, replayed as a graph over a padded number of rows."""
         assert self._graphs is not None
         num_rows = len(slots_B)
         size = padded(num_rows)
         self._rows_T[:num_rows] = slots_B
         self._rows_T[num_rows:size] = self.slots.spare
-        step = self._graphs.run((size, want_routed), lambda: self._step(self._rows_T[:size], want_routed))
+        step = self._graphs.run((size, sharing, want_routed), lambda: self._step(self._rows_T[:size], sharing, want_routed))
         records.slots.append(step.live_T[:num_rows].clone())
         records.sampled.append(step.sampled.first(num_rows))
         if step.routed_TLK is not None:
             records.routed.append(step.routed_TLK[:num_rows].clone())
 
-    def _step(self, rows_T: Tensor, want_routed: bool) -> _Step:
+    def _step(self, rows_T: Tensor, sharing: bool, want_routed: bool) -> _Step:
         live_T = self.slots.live(rows_T)
         batch = self.slots.decode_batch(live_T, self.slots.page_table_SP.shape[1])
         batch.return_routed = want_routed
+        batch.shared = self._prefixes.view(len(rows_T)) if sharing else None
         hidden_TD, routed_TLK = self.model.hidden(batch, self.kv)
         logits_TV = self.model.logits(hidden_TD, batch.logit_index_M)
         sampled = self.sampler.sample_plain(logits_TV, live_T, self.slots.num_outputs_S[live_T])

@@ -12,14 +12,21 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from batchgen import LLM, SamplingParams  # noqa: E402
+from batchgen import (  # noqa: E402
+    LLM,
+    SamplingParams,
+    rng,
+)
 from batchgen.attention.reference import ReferenceAttention  # noqa: E402
 from batchgen.attention.triton_paged import TritonAttention  # noqa: E402
+from batchgen.draw import draw, greedy  # noqa: E402
+from batchgen.kernels import sampling  # noqa: E402
 from batchgen.kernels.gpu import GpuKernels  # noqa: E402
 from batchgen.kv_cache import KVCache  # noqa: E402
 from batchgen.models.blocks import rotary_table  # noqa: E402
 from batchgen.models.config import ModelConfig  # noqa: E402
 from batchgen.packing import PackedBatch  # noqa: E402
+from batchgen.prefixes import SharedPrefixes, shared_runs  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
@@ -82,7 +89,7 @@ def test_attention_over_pages_equals_plain_torch(dtype, heads):
     kv.v_LPHSD.normal_()
     batch = ragged_batch()
     q_THGd = torch.randn(sum(SIZES), num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
-    fast, plain = TritonAttention(num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
+    fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
     got = fast.attend(q_THGd, kv, 1, fast.plan(batch, kv), 0.3)
     wide = KVCache(config(*heads), 150, PAGE_SIZE, torch.float32, DEVICE)
     wide.k_LPHSD.copy_(kv.k_LPHSD)
@@ -90,6 +97,49 @@ def test_attention_over_pages_equals_plain_torch(dtype, heads):
     expected = plain.attend(q_THGd.float(), wide, 1, plain.plan(batch, wide), 0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 2, 16), (8, 1, 64)])
+@pytest.mark.parametrize("sharing", [False, True])
+def test_decode_rows_are_split_over_programs_and_read_shared_keys_once(dtype, heads, sharing):
+    num_heads, num_kv_heads, head_dim = heads
+    torch.manual_seed(0)
+    kv = KVCache(config(*heads), 400, PAGE_SIZE, dtype, DEVICE)
+    kv.k_LPHSD.normal_()
+    kv.v_LPHSD.normal_()
+    contexts = [97, 130, 101, 3, 300, 301, 260, 1]
+    free = iter(torch.randperm(400).tolist())
+    common = [[next(free) for _ in range(24)] for _ in range(2)]
+    pages = [common[0], common[0], common[0], [], common[1], common[1], common[1], []]
+    lacking = [-(-context // PAGE_SIZE) - len(known) for known, context in zip(pages, contexts, strict=True)]
+    pages = [known + [next(free) for _ in range(number)] for known, number in zip(pages, lacking, strict=True)]
+    table = torch.zeros(len(pages), max(map(len, pages)), dtype=torch.int64)
+    for row, values in enumerate(pages):
+        table[row, : len(values)] = torch.tensor(values)
+    batch = PackedBatch(
+        input_ids_T=torch.zeros(8, dtype=torch.int64, device=DEVICE),
+        positions_T=torch.tensor(contexts, device=DEVICE) - 1,
+        kv_slots_T=torch.ones(8, dtype=torch.int64, device=DEVICE),
+        query_starts=list(range(9)),
+        num_decode=8,
+        context_lens_B=torch.tensor(contexts, device=DEVICE),
+        page_table_BP=table.to(DEVICE),
+        logit_index_M=torch.arange(8, device=DEVICE),
+    )
+    q_THGd = torch.randn(8, num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
+    fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
+    wide = KVCache(config(*heads), 400, PAGE_SIZE, torch.float32, DEVICE)
+    wide.k_LPHSD.copy_(kv.k_LPHSD)
+    wide.v_LPHSD.copy_(kv.v_LPHSD)
+    expected = plain.attend(q_THGd.float(), wide, 1, plain.plan(batch, wide), 0.3)
+    if sharing:
+        runs = shared_runs(pages, fast.max_shared_rows)
+        assert [(run.first, run.count) for run in runs] == [(0, 3), (4, 3)]
+        prefixes = SharedPrefixes(8, PAGE_SIZE, batch.page_table_BP)
+        prefixes.fill(runs, torch.arange(8).numpy())
+        batch.shared = prefixes.view(8)
+    near(fast.attend(q_THGd, kv, 1, fast.plan(batch, kv), 0.3), expected)
 
 
 def near(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -174,6 +224,48 @@ def test_experts_of_any_size_are_computed_with_all_tokens_on_one_of_them(depth, 
     got = GpuKernels().experts(x, gate_up, down, ids, torch.ones(num_tokens, 1, device=DEVICE))
     gate, up = (x.double() @ gate_up[1].double().T).chunk(2, -1)
     torch.testing.assert_close(got, ((F.silu(gate) * up) @ down[1].double().T).float(), atol=1e-3, rtol=1e-3)
+
+
+SEEDS = [0, 1, 2**64 - 1, 2**63 + 12345, 987654321987]
+POSITIONS = [0, 5, 1 << 33, 7, 2]
+
+
+def signed_seeds() -> torch.Tensor:
+    return torch.tensor([seed - (seed >> 63 << 64) for seed in SEEDS], device=DEVICE)
+
+
+def test_random_numbers_are_the_cpus_bit_for_bit():
+    key = torch.tensor([rng.seed_words(seed) for seed in SEEDS]).T
+    expected = rng.uniforms(key, torch.tensor(POSITIONS)[:, None])[:, 0]
+    got = sampling.uniforms(signed_seeds(), torch.arange(5, device=DEVICE), torch.tensor(POSITIONS, device=DEVICE))
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [3, 4096, 10007])
+def test_tokens_and_logprobs_are_those_of_plain_sampling(dtype, vocab):
+    temperatures = torch.tensor([1.0, 0.0, 0.7, 2.0, 0.0])
+    logits = (3 * randn(5, vocab)).to(dtype)
+    logits[1, 2] = logits[1, 1] = 20.0
+    slots, positions = torch.arange(5, device=DEVICE), torch.tensor(POSITIONS, device=DEVICE)
+    tokens, logprobs, failed = sampling.draw_plain(logits, slots, temperatures.to(DEVICE), signed_seeds(), positions)
+    scaled = logits.float().cpu() / torch.where(temperatures == 0, 1.0, temperatures)[:, None]
+    uniform = sampling.uniforms(signed_seeds(), slots, positions).cpu()
+    assert tokens.cpu().tolist() == torch.where(temperatures == 0, greedy(scaled), draw(scaled.softmax(1), uniform)).tolist()
+    assert tokens[1] == 1
+    expected = scaled.log_softmax(1).gather(1, tokens.cpu()[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.cpu(), expected, atol=1e-5, rtol=1e-5)
+    assert not failed.any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, inside the interpreter
+def test_a_row_whose_logits_are_not_finite_fails_alone():
+    logits = randn(4, 5000)
+    logits[0, 4500], logits[1, 3], logits[2] = float("nan"), float("inf"), float("-inf")
+    slots = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    tokens, logprobs, failed = sampling.draw_plain(logits, slots, torch.ones(1, device=DEVICE), signed_seeds(), slots)
+    assert failed.tolist() == [True, True, True, False]
+    assert tokens[:3].tolist() == [0, 0, 0] and logprobs.isfinite().all()
 
 
 @needs_gpu

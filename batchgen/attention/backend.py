@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 class AttentionBackend(Protocol):
     """Causal attention of a packed batch over its paged KV."""
 
+    max_shared_rows: int
+    """Most decode rows whose common first keys it reads once; 0: it has no use for `PackedBatch.shared`."""
+
     def plan(self, batch: PackedBatch, kv: KVCache) -> Any:
         """What all layers of one forward pass share."""
         ...
@@ -39,6 +42,6 @@ def choose_attention(arithmetic: Arithmetic, config: ModelConfig) -> AttentionBa
         from batchgen.attention.triton_paged import TritonAttention
 
         log.info("attention: Triton over paged KV")
-        return TritonAttention(config.num_heads // config.num_kv_heads)
+        return TritonAttention(config.num_kv_heads, config.num_heads // config.num_kv_heads)
     log.info("attention: plain torch")
     return ReferenceAttention(deterministic=arithmetic.deterministic)

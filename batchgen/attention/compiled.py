@@ -28,6 +28,7 @@ class CompiledAttention:
     """Each token's keys page by page, with a running softmax; batch-invariant."""
 
     kernels: CpuKernels
+    max_shared_rows: int = 0
 
     def plan(self, batch: PackedBatch, kv: KVCache) -> CompiledPlan:
         """Row of each token."""

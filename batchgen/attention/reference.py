@@ -55,6 +55,7 @@ class ReferenceAttention:
     """Gathered keys and batched products."""
 
     deterministic: bool
+    max_shared_rows: int = 0
 
     def plan(self, batch: PackedBatch, kv: KVCache) -> AttentionPlan:
         """The batch, cut into buckets of tiles; clears the pages that it begins, for masked keys are multiplied too."""

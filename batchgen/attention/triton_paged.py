@@ -1,6 +1,7 @@
 """Attention over paged KV by the Triton kernel. In: queries, the KV cache, a plan of the packed batch. Out: attention outputs.
 
-Decode rows are tiles of one query; prefill chunks are cut into tiles of several.
+Decode rows are tiles of one query; where they are few, several programs share a row's keys. Keys that consecutive decode rows have in
+common are read once for up to a tile of them, and each row goes on from there. Prefill chunks are cut into tiles of several queries.
 
 Shapes: T tokens, N tiles, B rows, H KV heads, G query heads per KV head, d head size, P pages.
 """
@@ -11,57 +12,89 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kernels.paged_attention import attend
+from batchgen.kernels.paged_attention import SoftmaxState, Tiles, attend
 from batchgen.kv_cache import KVCache
 from batchgen.packing import PackedBatch
 
-PREFILL_TILE_ROWS = 128
-"""Queries times query heads per KV head of a prefill tile."""
+TILE_ROWS = 128
+"""Queries times query heads per KV head of a tile of several queries."""
+PROGRAMS = 264
+"""Programs that keep the device busy: two for each multiprocessor of an H200."""
+MOST_PARTS = 32
 
 
 @dataclass(slots=True, kw_only=True)
 class TritonPlan:
-    """The tiles of one forward pass: decode rows first, then prefill, each (first token, count, row) as int64 [N]."""
+    """The tiles of one forward pass; None: there are no such rows."""
 
-    decode: tuple[Tensor, Tensor, Tensor]
-    prefill: tuple[Tensor, Tensor, Tensor]
-    tile_queries: int
     positions_T: Tensor
-    page_table_BP: Tensor
+    shared: Tiles | None
+    decode: Tiles | None
+    num_parts: int
+    """Programs for each decode row and head."""
+    prefill: Tiles | None
 
 
-@dataclass(slots=True)
+@dataclass
 class TritonAttention:
     """Keys are read where they lie."""
 
+    num_kv_heads: int
     group: int
     """Query heads per KV head."""
 
+    def __post_init__(self) -> None:
+        self.tile_queries = self.max_shared_rows = max(1, TILE_ROWS // self.group)
+
     def plan(self, batch: PackedBatch, kv: KVCache) -> TritonPlan:
         """Cut the batch into tiles."""
-        device, num_decode = batch.positions_T.device, batch.num_decode
-        rows = torch.arange(num_decode, device=device)
-        tile_queries = max(1, PREFILL_TILE_ROWS // self.group)
+        num_decode, shared = batch.num_decode, batch.shared
+        table_BP = batch.page_table_BP.contiguous()
+        rows_N = torch.arange(num_decode, device=table_BP.device)
+        only_decode = len(batch.query_starts) == num_decode + 1
+        parts = min(MOST_PARTS, PROGRAMS // max(1, num_decode * self.num_kv_heads))
         return TritonPlan(
-            decode=(rows, torch.ones_like(rows), rows),
-            prefill=_cut(batch, tile_queries) if len(batch.query_starts) > num_decode + 1 else (rows[:0], rows[:0], rows[:0]),
-            tile_queries=tile_queries,
             positions_T=batch.positions_T,
-            page_table_BP=batch.page_table_BP.contiguous(),
+            shared=None
+            if shared is None
+            else Tiles(
+                queries=self.tile_queries,
+                first_N=shared.first_N,
+                count_N=shared.count_N,
+                row_N=shared.slot_N,
+                table=shared.page_table_SP,
+                end_N=shared.num_keys_N,
+            ),
+            decode=Tiles(
+                queries=1,
+                first_N=rows_N,
+                count_N=torch.ones_like(rows_N),
+                row_N=rows_N,
+                table=table_BP,
+                begin_N=None if shared is None else shared.num_keys_B,
+            )
+            if num_decode
+            else None,
+            num_parts=max(1, parts) if only_decode else 1,
+            prefill=None if only_decode else _cut(batch, table_BP, self.tile_queries),
         )
 
     def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: TritonPlan, scale: float) -> Tensor:
         """Outputs [T, H * G * d]."""
         q_THGd = q_THGd.contiguous()
         out_THGd = torch.empty_like(q_THGd)
-        for tiles, tile_queries in ((plan.decode, 1), (plan.prefill, plan.tile_queries)):
-            if len(tiles[0]):
-                where = (kv.k_LPHSD[layer], kv.v_LPHSD[layer], plan.page_table_BP, plan.positions_T)
-                attend(q_THGd, *where, *tiles, out_THGd, tile_queries=tile_queries, scale=scale)
+        where = (q_THGd, kv.k_LPHSD[layer], kv.v_LPHSD[layer], plan.positions_T)
+        state: SoftmaxState | None = None
+        if plan.shared is not None:
+            state = attend(*where, plan.shared, scale=scale)
+        if plan.decode is not None:
+            attend(*where, plan.decode, scale=scale, out_THGD=out_THGd, resume=state, num_parts=plan.num_parts)
+        if plan.prefill is not None:
+            attend(*where, plan.prefill, scale=scale, out_THGD=out_THGd)
         return out_THGd.view(len(q_THGd), -1)
 
 
-def _cut(batch: PackedBatch, tile_queries: int) -> tuple[Tensor, Tensor, Tensor]:
+def _cut(batch: PackedBatch, table_BP: Tensor, tile_queries: int) -> Tiles:
     """Tiles of the rows that are not decode rows."""
     starts_B = np.asarray(batch.query_starts[batch.num_decode :], dtype=np.int64)
     lens_B = np.diff(starts_B)
@@ -71,4 +104,4 @@ def _cut(batch: PackedBatch, tile_queries: int) -> tuple[Tensor, Tensor, Tensor]
     count_N = np.minimum(tile_queries, lens_B[row_N] - nth_N * tile_queries)
     cut = np.stack((starts_B[row_N] + nth_N * tile_queries, count_N, row_N + batch.num_decode))
     first_N, count, row = torch.from_numpy(cut).to(batch.positions_T.device)
-    return first_N, count, row
+    return Tiles(queries=tile_queries, first_N=first_N, count_N=count, row_N=row, table=table_BP)

@@ -1,11 +1,15 @@
 """Attention over paged KV in Triton. In: queries, one layer's pages, tiles of queries. Out: attention outputs. Never gathers KV.
 
-A tile holds up to `tile_queries` tokens of one row, and all query heads that share a KV head; its keys stream once, with a running
-softmax in float32 (Dao et al. 2022).
+A tile holds up to `queries` tokens that see the same pages, and all query heads that share a KV head; its keys stream once, with a
+running softmax in float32 (Dao et al. 2022). The state of that softmax can be kept and taken up again: for keys that several rows share
+(the prompt of a group), and for keys split over several programs, whose states are merged.
 
-Shapes: T tokens, N tiles, B rows, P pages, H KV heads, G query heads per KV head, S slots of a page, D head size.
+Shapes: T tokens, N tiles, P pages, H KV heads, G query heads per KV head, S slots of a page, D head size, X parts of a row's keys.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,99 +18,168 @@ MIN_DOT_ROWS = 16
 """Least rows of a `tl.dot` operand."""
 
 
-@triton.jit(do_not_specialize=["table_width"])  # type: ignore[untyped-decorator]
+@dataclass(slots=True, kw_only=True)
+class Tiles:
+    """Which tokens attend to which keys: tile n has `count_N[n]` tokens from `first_N[n]` on, which see the pages in row `row_N[n]` of the
+    table, each up to its own position. int64."""
+
+    queries: int
+    """Most tokens of a tile."""
+    first_N: Tensor
+    count_N: Tensor
+    row_N: Tensor
+    table: Tensor
+    begin_N: Tensor | None = None
+    """First key; those before it are in the state that is taken up. None: 0."""
+    end_N: Tensor | None = None
+    """Key after the last; None: up to the token's position."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SoftmaxState:
+    """Unfinished attention of every token, in X parts."""
+
+    sums_XTHGD: Tensor
+    """float32"""
+    stats_2XTHG: Tensor
+    """float32: largest score in base 2, sum of weights."""
+
+    @classmethod
+    def empty(cls, num_parts: int, q_THGD: Tensor) -> "SoftmaxState":
+        shape = (num_parts, *q_THGD.shape)
+        return cls(
+            sums_XTHGD=torch.empty(shape, dtype=torch.float32, device=q_THGD.device),
+            stats_2XTHG=torch.empty(2, *shape[:-1], dtype=torch.float32, device=q_THGD.device),
+        )
+
+
+@triton.jit(do_not_specialize=["table_width", "state_size"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    table_ptr,
-    positions_ptr,
-    first_ptr,
-    count_ptr,
-    row_ptr,
-    table_width,
-    scale,
-    num_heads,
-    group: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, positions_ptr, first_ptr, count_ptr, row_ptr, begin_ptr, end_ptr, from_sums_ptr,
+    from_stats_ptr, sums_ptr, stats_ptr, table_width, state_size, scale, num_heads: tl.constexpr, group: tl.constexpr,
     queries: tl.constexpr,
-    rows: tl.constexpr,
-    depth: tl.constexpr,
-    page_size: tl.constexpr,
-    block: tl.constexpr,
-):
-    tile, head = tl.program_id(0), tl.program_id(1)
+    rows: tl.constexpr, depth: tl.constexpr, page_size: tl.constexpr, block: tl.constexpr, parts: tl.constexpr, keep: tl.constexpr,
+):  # fmt: skip
+    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.arange(0, rows)
     query = row // group
     valid = (query < tl.load(count_ptr + tile)) & (query < queries)
     token = tl.load(first_ptr + tile) + query
     d = tl.arange(0, depth)
-    where = ((token * num_heads + head) * group + row % group)[:, None] * depth + d[None, :]
+    head_row = (token * num_heads + head) * group + row % group
+    where = head_row[:, None] * depth + d[None, :]
     q = tl.load(q_ptr + where, mask=valid[:, None], other=0.0)
     position = tl.load(positions_ptr + token, mask=valid, other=-1)
-    last = tl.max(position, 0)
-    pages = table_ptr + tl.load(row_ptr + tile) * table_width
+    low, high = tl.zeros_like(tl.max(position, 0)), tl.max(position, 0) + 1
+    if end_ptr is not None:
+        high = tl.minimum(high, tl.load(end_ptr + tile))
     most = tl.full([rows], -1e38, tl.float32)  # finite: rows that are padding see no key
     total = tl.zeros([rows], tl.float32)
     sums = tl.zeros([rows, depth], tl.float32)
-    for start in range(0, last + 1, block):
+    if begin_ptr is not None:
+        low = tl.load(begin_ptr + tile)
+        resumed = valid & (low > 0) & (part == 0)
+        most = tl.load(from_stats_ptr + head_row, mask=resumed, other=-1e38)
+        total = tl.load(from_stats_ptr + state_size + head_row, mask=resumed, other=0.0)
+        sums = tl.load(from_sums_ptr + where, mask=resumed[:, None], other=0.0)
+    if parts > 1:
+        length = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), parts), block) * block
+        low += part * length
+        high = tl.minimum(high, low + length)
+    pages = table_ptr + tl.load(row_ptr + tile) * table_width
+    for start in range(low, high, block):
         key = start + tl.arange(0, block)
-        seen = key <= last
+        seen = key < high
         page = tl.load(pages + key // page_size, mask=seen, other=0)
         offset = ((page * num_heads + head) * page_size + key % page_size)[:, None] * depth + d[None, :]
         k = tl.load(k_ptr + offset, mask=seen[:, None], other=0.0)
         v = tl.load(v_ptr + offset, mask=seen[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        scores = tl.where(seen[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
         highest = tl.maximum(most, tl.max(scores, 1))
         shrink = tl.exp2(most - highest)
         p = tl.exp2(scores - highest[:, None])
         total = total * shrink + tl.sum(p, 1)
         sums = sums * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         most = highest
-    out = sums / tl.where(valid, total, 1.0)[:, None]
-    tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+    if keep:
+        tl.store(stats_ptr + part * state_size + head_row, most, mask=valid)
+        tl.store(stats_ptr + (parts + part) * state_size + head_row, total, mask=valid)
+        tl.store(sums_ptr + part.to(tl.int64) * state_size * depth + where, sums, mask=valid[:, None])
+    else:
+        out = sums / tl.where(valid, total, 1.0)[:, None]
+        tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit(do_not_specialize=["state_size"])  # type: ignore[untyped-decorator]
+def _merge(sums_ptr, stats_ptr, out_ptr, state_size, parts: tl.constexpr, width: tl.constexpr, depth: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    x, d = tl.arange(0, width), tl.arange(0, depth)
+    most = tl.load(stats_ptr + x * state_size + row, mask=x < parts, other=-1e38)
+    total = tl.load(stats_ptr + (parts + x) * state_size + row, mask=x < parts, other=0.0)
+    weight = tl.exp2(most - tl.max(most, 0))
+    where = x.to(tl.int64)[:, None] * state_size * depth + row * depth + d[None, :]
+    sums = tl.sum(tl.load(sums_ptr + where, mask=(x < parts)[:, None], other=0.0) * weight[:, None], 0)
+    tl.store(out_ptr + row * depth + d, (sums / tl.sum(total * weight, 0)).to(out_ptr.dtype.element_ty))
 
 
 def attend(
     q_THGD: Tensor,
     k_PHSD: Tensor,
     v_PHSD: Tensor,
-    page_table_BP: Tensor,
     positions_T: Tensor,
-    first_N: Tensor,
-    count_N: Tensor,
-    row_N: Tensor,
-    out_THGD: Tensor,
+    tiles: Tiles,
     *,
-    tile_queries: int,
     scale: float,
-) -> None:
-    """Fill `out_THGD` for the tokens of the tiles: tile n has `count_N[n]` tokens from `first_N[n]` on, all of row `row_N[n]`. Head sizes
-    are powers of two."""
-    _, num_heads, group, depth = q_THGD.shape
-    rows = max(MIN_DOT_ROWS, triton.next_power_of_2(tile_queries * group))
+    out_THGD: Tensor | None = None,
+    resume: SoftmaxState | None = None,
+    num_parts: int = 1,
+) -> SoftmaxState | None:
+    """Attention of the tiles' tokens. Head sizes are powers of two.
+
+    Fills those tokens of `out_THGD`; without it, returns the state, for `resume` (of one part). `num_parts` programs share a tile's keys;
+    then the tiles cover all tokens.
+    """
+    num_tokens, num_heads, group, depth = q_THGD.shape
+    keep = num_parts > 1 or out_THGD is None
+    state = SoftmaxState.empty(num_parts, q_THGD) if keep else None
+    size = num_tokens * num_heads * group
+    rows = max(MIN_DOT_ROWS, triton.next_power_of_2(tiles.queries * group))
     fits = depth * k_PHSD.element_size() <= 256  # three blocks of keys and values in shared memory
     is_decode = rows == MIN_DOT_ROWS
-    _attend[(len(first_N), num_heads)](
+    _attend[(len(tiles.first_N), num_heads, num_parts)](
         q_THGD,
         k_PHSD,
         v_PHSD,
         out_THGD,
-        page_table_BP,
+        tiles.table,
         positions_T,
-        first_N,
-        count_N,
-        row_N,
-        page_table_BP.shape[1],
+        tiles.first_N,
+        tiles.count_N,
+        tiles.row_N,
+        tiles.begin_N,
+        tiles.end_N,
+        resume.sums_XTHGD if resume else None,
+        resume.stats_2XTHG if resume else None,
+        state.sums_XTHGD if state else None,
+        state.stats_2XTHG if state else None,
+        tiles.table.shape[1],
+        size,
         scale,
-        num_heads,
+        num_heads=num_heads,
         group=group,
-        queries=tile_queries,
+        queries=tiles.queries,
         rows=rows,
         depth=depth,
         page_size=k_PHSD.shape[2],
-        block=128 if fits else 32,
+        block=32 if not fits else 64 if is_decode else 128,
+        parts=num_parts,
+        keep=keep,
         num_warps=4 if is_decode else 8,
         num_stages=2 if is_decode or not fits else 3,
     )
+    if state is None or out_THGD is None:
+        return state
+    width = triton.next_power_of_2(num_parts)
+    _merge[(size,)](state.sums_XTHGD, state.stats_2XTHG, out_THGD, size, parts=num_parts, width=width, depth=depth, num_warps=1)
+    return None
