@@ -332,7 +332,7 @@ class Engine:
         del self._prefilling[job.id]
         if isinstance(job, Prompt):
             job.state = State.READY
-            job.logits_V = logits_MV[-1].clone()
+            job.logits_V = logits_MV[-1]
             self._ready[job.id] = job
             if job.scored_by is not None:
                 tops = job.score_tops if job.scored_by.params.prompt_logprobs else None

@@ -40,7 +40,7 @@ def check_request(request: Request, facts: ModelFacts, has_tokenizer: bool) -> N
             f"the prompt has {len(ids)} tokens, the engine takes {facts.max_model_len - 1} and one to generate; "
             "shorten it or raise max_model_len",
         )
-    if any(type(i) is not int for i in ids):
+    if set(map(type, ids)) != {int}:
         raise refuse("token_id_out_of_range", "prompt token ids are integers")
     if min(ids) < 0 or max(ids) >= facts.vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)

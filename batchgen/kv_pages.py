@@ -15,9 +15,9 @@ PrefixKey = bytes
 def prefix_keys(token_ids: Sequence[int], page_size: int) -> list[PrefixKey]:
     """Key of each full page of `token_ids`; key i covers tokens 0..(i + 1) * page_size - 1."""
     keys, parent = [], b""
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
-        page = array("q", token_ids[start : start + page_size]).tobytes()
-        parent = hashlib.blake2b(parent + page, digest_size=16).digest()
+    data, size = array("q", token_ids).tobytes(), 8 * page_size
+    for start in range(0, len(data) - size + 1, size):
+        parent = hashlib.blake2b(parent + data[start : start + size], digest_size=16).digest()
         keys.append(parent)
     return keys
 

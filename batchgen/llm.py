@@ -84,7 +84,7 @@ class LLM:
         Names of control tokens (`<|im_end|>`) in a text or a message are ordinary text, so that what a user wrote cannot close its
         turn. For a text that you rendered with a template yourself, pass `llm.engine.tokenizer.encode(text, parse_special=True)`.
         """
-        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
             return list(prompt)  # type: ignore[arg-type]
         tokenizer = self.engine.tokenizer
         if not isinstance(prompt, str | list):

@@ -9,10 +9,12 @@ Suffixes: B rows, T rows of a captured step, N rows of all steps together, P pag
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from batchgen.config import EngineConfig
 from batchgen.errors import ErrorInfo
@@ -196,34 +198,33 @@ class Runner:
 
     def _pack(self, rows: PackedBatch, chunks: list[Chunk]) -> PackedBatch:
         """The decode rows, and behind them the chunks."""
-        num_rows, size = rows.num_decode, self._page_size
-        ids, positions, kv_slots = [rows.input_ids_T], [rows.positions_T], [rows.kv_slots_T]
-        starts, logit_rows = list(rows.query_starts), [rows.logit_index_M]
-        width = max([rows.page_table_BP.shape[1]] + [len(chunk.prefill.pages) for chunk in chunks])
-        tables_BP = torch.zeros(num_rows + len(chunks), width, dtype=torch.int64, device=self.device)
-        tables_BP[:num_rows, : rows.page_table_BP.shape[1]] = rows.page_table_BP
-        for row, chunk in enumerate(chunks, start=num_rows):
-            pages = torch.tensor(chunk.prefill.pages, device=self.device)
-            position = torch.arange(chunk.start, chunk.start + chunk.count, device=self.device)
-            ids.append(torch.tensor(chunk.prefill.token_ids[chunk.start : chunk.start + chunk.count], device=self.device))
-            positions.append(position)
-            kv_slots.append(pages[position // size] * size + position % size)
-            tables_BP[row, : len(pages)] = pages
-            first = starts[-1]
-            starts.append(first + chunk.count)
-            logit_rows.append(torch.arange(*_logit_range(chunk, first), device=self.device))
-        contexts = torch.tensor([chunk.start + chunk.count for chunk in chunks], device=self.device)
+        num_rows, old_width = rows.page_table_BP.shape
+        counts = [chunk.count for chunk in chunks]
+        starts = list(accumulate(counts, initial=num_rows))
+        pages = [np.asarray(chunk.prefill.pages) for chunk in chunks]
+        positions = [np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]
+        ids = [np.asarray(chunk.prefill.token_ids[chunk.start : chunk.start + chunk.count]) for chunk in chunks]
+        slots = [own[at // self._page_size] * self._page_size + at % self._page_size for own, at in zip(pages, positions, strict=True)]
+        logit_rows = [np.arange(*_logit_range(chunk, first)) for chunk, first in zip(chunks, starts[:-1], strict=True)]
+        table = np.zeros((len(chunks), max([old_width, *map(len, pages)])), np.int64)
+        for row, own in zip(table, pages, strict=True):
+            row[: len(own)] = own
+        ids_T, positions_T, slots_T = self._tensor([np.concatenate(ids), np.concatenate(positions), np.concatenate(slots)])
+        context_lens = self._tensor([chunk.start + chunk.count for chunk in chunks])
         return PackedBatch(
-            input_ids_T=torch.cat(ids),
-            positions_T=torch.cat(positions),
-            kv_slots_T=torch.cat(kv_slots),
-            query_starts=starts,
+            input_ids_T=torch.cat([rows.input_ids_T, ids_T]),
+            positions_T=torch.cat([rows.positions_T, positions_T]),
+            kv_slots_T=torch.cat([rows.kv_slots_T, slots_T]),
+            query_starts=[*range(num_rows), *starts],
             num_decode=num_rows,
-            context_lens_B=torch.cat([rows.context_lens_B, contexts]),
-            page_table_BP=tables_BP,
-            logit_index_M=torch.cat(logit_rows),
+            context_lens_B=torch.cat([rows.context_lens_B, context_lens]),
+            page_table_BP=torch.cat([F.pad(rows.page_table_BP, (0, table.shape[1] - old_width)), self._tensor(table)]),
+            logit_index_M=torch.cat([rows.logit_index_M, self._tensor(np.concatenate(logit_rows))]),
             return_routed=False,
         )
+
+    def _tensor(self, values: np.ndarray | list[np.ndarray] | list[int]) -> Tensor:
+        return torch.from_numpy(np.asarray(values, np.int64)).to(self.device, non_blocking=True)
 
     def _split(self, seqs: list[Sequence], records: _Records, version: int) -> list[Decoded]:
         """Recorded rows, regrouped by sequence."""

@@ -259,6 +259,7 @@ def prompt_logprobs(logits_MV: Tensor, targets_M: Tensor, k: int, temperature: f
 
     Rows with NaN or +inf logits give NaN logprobs.
     """
+    logits_MV = logits_MV.float()
     if mode == "processed" and temperature != 0.0:
         logits_MV = logits_MV / max(temperature, LOWEST_TEMPERATURE)
     normalizer_M = log_normalizer(logits_MV)

@@ -67,7 +67,7 @@ class Prompt(Prefill):
     scored_by: Request | None = None
     """The request whose prompt logprobs are computed along the way; such a prompt is never shared or cached."""
     logits_V: Any = None
-    """float32 logits of the last prompt token, once the state is READY."""
+    """Logits of the last prompt token, once the state is READY."""
     routed: list[np.ndarray] = field(default_factory=list)
     score_logprobs: list[float | None] = field(default_factory=lambda: [None])
     score_tops: list[dict[int, float]] = field(default_factory=lambda: [{}])

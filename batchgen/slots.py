@@ -109,4 +109,4 @@ class Slots:
         return self._tensor(table)
 
     def _tensor(self, values: np.ndarray | Seq[int] | Seq[Seq[int]]) -> Tensor:
-        return torch.as_tensor(np.asarray(values, np.int64)).to(self.device, non_blocking=True)
+        return torch.from_numpy(np.asarray(values, np.int64)).to(self.device, non_blocking=True)

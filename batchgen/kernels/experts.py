@@ -49,19 +49,28 @@ WIDE_TILE = Tile(16, 32, 32, 4, 2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _sort(ids_ptr, end_ptr, place_ptr, token_ptr, num_rows, k: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sort(ids_ptr, end_ptr, place_ptr, token_ptr, num_rows, k: tl.constexpr, block: tl.constexpr, once: tl.constexpr):  # type: ignore[no-untyped-def]
     expert = tl.program_id(0)
     first = 0
-    for start in range(0, num_rows, block):
-        row = start + tl.arange(0, block)
-        first += tl.sum((tl.load(ids_ptr + row, mask=row < num_rows, other=expert) < expert).to(tl.int32), 0)
-    for start in range(0, num_rows, block):
-        row = start + tl.arange(0, block)
-        mine = (tl.load(ids_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
-        place = first + tl.cumsum(mine, 0) - mine
+    if once:
+        row = tl.arange(0, block)
+        ids = tl.load(ids_ptr + row, mask=row < num_rows, other=1 << 30)
+        mine = (ids == expert).to(tl.int32)
+        place = tl.sum((ids < expert).to(tl.int32), 0) + tl.cumsum(mine, 0) - mine
         tl.store(place_ptr + row, place, mask=mine > 0)
         tl.store(token_ptr + place, row // k, mask=mine > 0)
-        first += tl.sum(mine, 0)
+        first = tl.sum((ids <= expert).to(tl.int32), 0)
+    else:
+        for start in range(0, num_rows, block):
+            row = start + tl.arange(0, block)
+            first += tl.sum((tl.load(ids_ptr + row, mask=row < num_rows, other=expert) < expert).to(tl.int32), 0)
+        for start in range(0, num_rows, block):
+            row = start + tl.arange(0, block)
+            mine = (tl.load(ids_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
+            place = first + tl.cumsum(mine, 0) - mine
+            tl.store(place_ptr + row, place, mask=mine > 0)
+            tl.store(token_ptr + place, row // k, mask=mine > 0)
+            first += tl.sum(mine, 0)
     tl.store(end_ptr + expert, first)
 
 
@@ -132,7 +141,9 @@ def experts(
         return out_TD
     ints = torch.empty(num_experts + 2 * num_rows, dtype=torch.int32, device=x_TD.device)
     end_E, place_R, token_R = torch.split(ints, [num_experts, num_rows, num_rows])
-    _sort[(num_experts,)](ids_TK, end_E, place_R, token_R, num_rows, k=k, block=min(SORT_BLOCK, triton.next_power_of_2(num_rows)))
+    block = min(SORT_BLOCK, triton.next_power_of_2(num_rows))
+    warps = max(1, min(16, block // 256))
+    _sort[(num_experts,)](ids_TK, end_E, place_R, token_R, num_rows, k=k, block=block, once=num_rows <= block, num_warps=warps)
     choice = choice or next(each for each in TILES if num_rows <= each.max_rows_per_expert * num_experts)
     hidden_RF, y_RD = x_TD.new_empty(num_rows, width), x_TD.new_empty(num_rows, depth)
     _multiply(x_TD, token_R, end_E, gate_up_EFD, hidden_RF, tile=choice.gate_up, gated=True)

@@ -27,7 +27,7 @@ class ModelOutput:
     """What one forward pass gives."""
 
     logits_MV: Tensor
-    """float32, one row per `logit_index_M`."""
+    """In the compute type, one row per `logit_index_M`."""
     routed_TLK: Tensor | None
     """int16 ids of each token's experts in each MoE layer, most likely first; None unless asked for."""
 
@@ -188,14 +188,14 @@ class Qwen3Moe:
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor, logit_index_M: Tensor) -> Tensor:
-        """float32 logits of the wanted tokens."""
+        """Logits of the wanted tokens in the compute type."""
         num_wanted = logit_index_M.numel()
         x_MD = hidden_TD[F.pad(logit_index_M, (0, self.arithmetic.pad_rows(num_wanted) - num_wanted))]
         return self.arithmetic.tokenwise(self._head, x_MD)[0][:num_wanted]
 
     def _head(self, x_MD: Tensor) -> tuple[Tensor, ...]:
         normed_MD = self.arithmetic.rms_norm(x_MD, self.norm_D, self.config.rms_norm_eps)
-        return (self.arithmetic.linear(normed_MD, self.head_VD).float(),)
+        return (self.arithmetic.linear(normed_MD, self.head_VD),)
 
     def matrices(self) -> list[Tensor]:
         """Right operands of all products."""
