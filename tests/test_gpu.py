@@ -1,5 +1,6 @@
 """GPU kernels against plain torch, on the GPU or else in Triton's interpreter in float32; and whole generations on a GPU."""
 
+import itertools
 import os
 import random
 
@@ -17,6 +18,7 @@ from batchgen import (  # noqa: E402
     SamplingParams,
     rng,
 )
+from batchgen.attention.flash import FlashPrefill  # noqa: E402
 from batchgen.attention.reference import ReferenceAttention  # noqa: E402
 from batchgen.attention.triton_paged import TritonAttention  # noqa: E402
 from batchgen.draw import draw, greedy  # noqa: E402
@@ -97,6 +99,39 @@ def test_attention_over_pages_equals_plain_torch(dtype, heads):
     expected = plain.attend(q_THGd.float(), wide, 1, plain.plan(batch, wide), 0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def varlen_attention(q_THd, k_CHd, v_CHd, query_starts, key_starts, max_queries, max_keys, softmax_scale, causal):
+    """What a FlashAttention package computes, in plain torch."""
+    outputs = []
+    for row, (start, end) in enumerate(itertools.pairwise(query_starts.tolist())):
+        keys = slice(*key_starts[row : row + 2].tolist())
+        assert end - start <= max_queries and keys.stop - keys.start <= max_keys and causal
+        q, k, v = (x.transpose(0, 1).float() for x in (q_THd[start:end], k_CHd[keys], v_CHd[keys]))
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
+        out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask, scale=softmax_scale, enable_gqa=True)
+        outputs.append(out[0].transpose(0, 1).to(q_THd.dtype))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("installed", [False, pytest.param(True, marks=needs_gpu)])
+def test_prefill_rows_attend_through_a_flash_attention_package(dtype, installed):
+    heads = (4, 2, 64)
+    flash = FlashPrefill.load(64) if installed else FlashPrefill(varlen_attention)
+    if flash is None or (installed and dtype == torch.float32):
+        pytest.skip("no FlashAttention package for this type")
+    torch.manual_seed(0)
+    kv = KVCache(config(*heads), 150, PAGE_SIZE, dtype, DEVICE)
+    kv.k_LPHSD.normal_()
+    kv.v_LPHSD.normal_()
+    batch = ragged_batch()
+    q_THGd = torch.randn(sum(SIZES), 2, 2, 64, device=DEVICE).to(dtype)
+    with_flash, without = TritonAttention(2, 2, flash), TritonAttention(2, 2)
+    near(
+        with_flash.attend(q_THGd, kv, 1, with_flash.plan(batch, kv), 0.125),
+        without.attend(q_THGd, kv, 1, without.plan(batch, kv), 0.125),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,6 +6,7 @@ A backend is planned once per forward pass and used by every layer.
 import logging
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from batchgen.arithmetic import Arithmetic
@@ -39,9 +40,11 @@ def choose_attention(arithmetic: Arithmetic, config: ModelConfig) -> AttentionBa
     if isinstance(arithmetic.kernels, CpuKernels):
         return CompiledAttention(arithmetic.kernels)
     if arithmetic.device.type == "cuda" and not arithmetic.deterministic and config.head_dim.bit_count() == 1 and config.head_dim >= 16:
+        from batchgen.attention.flash import FlashPrefill
         from batchgen.attention.triton_paged import TritonAttention
 
         log.info("attention: Triton over paged KV")
-        return TritonAttention(config.num_kv_heads, config.num_heads // config.num_kv_heads)
+        flash = FlashPrefill.load(config.head_dim) if arithmetic.compute_dtype == torch.bfloat16 else None
+        return TritonAttention(config.num_kv_heads, config.num_heads // config.num_kv_heads, flash)
     log.info("attention: plain torch")
     return ReferenceAttention(deterministic=arithmetic.deterministic)

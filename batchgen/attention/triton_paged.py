@@ -1,7 +1,8 @@
-"""Attention over paged KV by the Triton kernel. In: queries, the KV cache, a plan of the packed batch. Out: attention outputs.
+"""Attention over paged KV on a GPU. In: queries, the KV cache, a plan of the packed batch. Out: attention outputs.
 
 Decode rows are tiles of one query; where they are few, several programs share a row's keys. Keys that consecutive decode rows have in
-common are read once for up to a tile of them, and each row goes on from there. Prefill chunks are cut into tiles of several queries.
+common are read once for up to a tile of them, and each row goes on from there. Prefill chunks go through FlashAttention if it is
+installed; else they are cut into tiles of several queries.
 
 Shapes: T tokens, N tiles, B rows, H KV heads, G query heads per KV head, d head size, P pages.
 """
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.attention.flash import FlashPlan, FlashPrefill
 from batchgen.kernels.paged_attention import SoftmaxState, Tiles, attend
 from batchgen.kv_cache import KVCache
 from batchgen.packing import PackedBatch
@@ -32,7 +34,7 @@ class TritonPlan:
     decode: Tiles | None
     num_parts: int
     """Programs for each decode row and head."""
-    prefill: Tiles | None
+    prefill: Tiles | FlashPlan | None
 
 
 @dataclass
@@ -42,6 +44,7 @@ class TritonAttention:
     num_kv_heads: int
     group: int
     """Query heads per KV head."""
+    flash: FlashPrefill | None = None
 
     def __post_init__(self) -> None:
         self.tile_queries = self.max_shared_rows = max(1, TILE_ROWS // self.group)
@@ -76,8 +79,15 @@ class TritonAttention:
             if num_decode
             else None,
             num_parts=max(1, parts) if only_decode else 1,
-            prefill=None if only_decode else _cut(batch, table_BP, self.tile_queries),
+            prefill=None
+            if only_decode
+            else self.flash.plan(batch, kv.page_size)
+            if self.flash
+            else _cut(batch, table_BP, self.tile_queries),
         )
+
+    def _plan_prefill(self, batch: PackedBatch, kv: KVCache, table_BP: Tensor) -> Tiles | FlashPlan:
+        return self.flash.plan(batch, kv.page_size) if self.flash else _cut(batch, table_BP, self.tile_queries)
 
     def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: TritonPlan, scale: float) -> Tensor:
         """Outputs [T, H * G * d]."""
@@ -89,7 +99,9 @@ class TritonAttention:
             state = attend(*where, plan.shared, scale=scale)
         if plan.decode is not None:
             attend(*where, plan.decode, scale=scale, out_THGD=out_THGd, resume=state, num_parts=plan.num_parts)
-        if plan.prefill is not None:
+        if isinstance(plan.prefill, FlashPlan) and self.flash is not None:
+            self.flash.attend(q_THGd, kv, layer, plan.prefill, scale, out_THGd)
+        elif isinstance(plan.prefill, Tiles):
             attend(*where, plan.prefill, scale=scale, out_THGD=out_THGd)
         return out_THGd.view(len(q_THGd), -1)
 

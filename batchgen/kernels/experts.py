@@ -37,8 +37,9 @@ class Choice(NamedTuple):
 
 
 TILES = (
-    Choice(1, Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4)),
-    Choice(8, Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3)),
+    Choice(2, Tile(16, 32, 256, 4, 3), Tile(16, 64, 256, 4, 2)),
+    Choice(8, Tile(16, 64, 256, 4, 3), Tile(16, 128, 256, 8, 2)),
+    Choice(20, Tile(32, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3)),
     Choice(40, Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
     Choice(200, Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 3)),
     Choice(float("inf"), Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)),
@@ -142,7 +143,7 @@ def experts(
     ints = torch.empty(num_experts + 2 * num_rows, dtype=torch.int32, device=x_TD.device)
     end_E, place_R, token_R = torch.split(ints, [num_experts, num_rows, num_rows])
     block = min(SORT_BLOCK, triton.next_power_of_2(num_rows))
-    warps = max(1, min(16, block // 256))
+    warps = min(8, max(1, block // 128))
     _sort[(num_experts,)](ids_TK, end_E, place_R, token_R, num_rows, k=k, block=block, once=num_rows <= block, num_warps=warps)
     choice = choice or next(each for each in TILES if num_rows <= each.max_rows_per_expert * num_experts)
     hidden_RF, y_RD = x_TD.new_empty(num_rows, width), x_TD.new_empty(num_rows, depth)

@@ -53,6 +53,51 @@ class SoftmaxState:
         )
 
 
+@triton.jit(do_not_specialize=["num_pages"])  # type: ignore[untyped-decorator]
+def _copy_pages(  # type: ignore[no-untyped-def]
+    k_ptr, v_ptr, pages_ptr, k_out_ptr, v_out_ptr, num_pages,
+    num_heads: tl.constexpr, page_size: tl.constexpr, depth: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    n, head = tl.program_id(0), tl.program_id(1)
+    page, first = tl.load(pages_ptr + n), tl.load(pages_ptr + num_pages + n)
+    s, d = tl.arange(0, page_size), tl.arange(0, width)
+    inside = (s < tl.load(pages_ptr + 2 * num_pages + n))[:, None] & (d < depth)[None, :]
+    source = ((page * num_heads + head) * page_size + s)[:, None] * depth + d[None, :]
+    target = ((first + s) * num_heads + head)[:, None] * depth + d[None, :]
+    tl.store(k_out_ptr + target, tl.load(k_ptr + source, mask=inside), mask=inside)
+    tl.store(v_out_ptr + target, tl.load(v_ptr + source, mask=inside), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _take_block(  # type: ignore[no-untyped-def]
+    q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads: tl.constexpr, depth: tl.constexpr,
+    page_size: tl.constexpr, block: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    d, offset = tl.arange(0, depth), tl.arange(0, block)
+    key = start + offset
+    if masked:
+        page = tl.load(pages + key // page_size, mask=key < high, other=0)
+    elif block % page_size == 0:  # blocks begin with a page
+        page = tl.load(pages + start // page_size + offset // page_size)
+    else:
+        page = tl.load(pages + key // page_size)
+    where = ((page * num_heads + head) * page_size + key % page_size)[:, None] * depth + d[None, :]
+    if masked:
+        k = tl.load(k_ptr + where, mask=(key < high)[:, None], other=0.0)
+        v = tl.load(v_ptr + where, mask=(key < high)[:, None], other=0.0)
+    else:
+        k, v = tl.load(k_ptr + where), tl.load(v_ptr + where)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if masked:
+        scores = tl.where((key < high)[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
+    highest = tl.maximum(most, tl.max(scores, 1))
+    shrink = tl.exp2(most - highest)
+    p = tl.exp2(scores - highest[:, None])
+    total = total * shrink + tl.sum(p, 1)
+    sums = sums * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return highest, total, sums
+
+
 @triton.jit(do_not_specialize=["table_width", "state_size"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, positions_ptr, first_ptr, count_ptr, row_ptr, begin_ptr, end_ptr, from_sums_ptr,
@@ -87,21 +132,17 @@ def _attend(  # type: ignore[no-untyped-def]
         low += part * length
         high = tl.minimum(high, low + length)
     pages = table_ptr + tl.load(row_ptr + tile) * table_width
-    for start in range(low, high, block):
-        key = start + tl.arange(0, block)
-        seen = key < high
-        page = tl.load(pages + key // page_size, mask=seen, other=0)
-        offset = ((page * num_heads + head) * page_size + key % page_size)[:, None] * depth + d[None, :]
-        k = tl.load(k_ptr + offset, mask=seen[:, None], other=0.0)
-        v = tl.load(v_ptr + offset, mask=seen[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        scores = tl.where(seen[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
-        highest = tl.maximum(most, tl.max(scores, 1))
-        shrink = tl.exp2(most - highest)
-        p = tl.exp2(scores - highest[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        sums = sums * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        most = highest
+    scale *= 1.4426950408889634
+    lowest = tl.min(tl.where(valid, position, high), 0)
+    whole = low + tl.maximum(tl.minimum(lowest + 1, high) - low, 0) // block * block  # up to here every query sees every key
+    for start in range(low, whole, block):
+        most, total, sums = _take_block(
+            q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads, depth, page_size, block, False
+        )
+    for start in range(whole, high, block):
+        most, total, sums = _take_block(
+            q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads, depth, page_size, block, True
+        )
     if keep:
         tl.store(stats_ptr + part * state_size + head_row, most, mask=valid)
         tl.store(stats_ptr + (parts + part) * state_size + head_row, total, mask=valid)
@@ -121,6 +162,15 @@ def _merge(sums_ptr, stats_ptr, out_ptr, state_size, parts: tl.constexpr, width:
     where = x.to(tl.int64)[:, None] * state_size * depth + row * depth + d[None, :]
     sums = tl.sum(tl.load(sums_ptr + where, mask=(x < parts)[:, None], other=0.0) * weight[:, None], 0)
     tl.store(out_ptr + row * depth + d, (sums / tl.sum(total * weight, 0)).to(out_ptr.dtype.element_ty))
+
+
+def copy_pages(k_PHSD: Tensor, v_PHSD: Tensor, pages_3N: Tensor, k_CHD: Tensor, v_CHD: Tensor) -> None:
+    """Copy keys and values out of their pages. `pages_3N`: page, row of its first key among the C rows of the targets, number of keys."""
+    num_heads, page_size, depth = k_PHSD.shape[1:]
+    width = triton.next_power_of_2(depth)
+    _copy_pages[(pages_3N.shape[1], num_heads)](
+        k_PHSD, v_PHSD, pages_3N, k_CHD, v_CHD, pages_3N.shape[1], num_heads=num_heads, page_size=page_size, depth=depth, width=width
+    )
 
 
 def attend(
@@ -145,7 +195,7 @@ def attend(
     state = SoftmaxState.empty(num_parts, q_THGD) if keep else None
     size = num_tokens * num_heads * group
     rows = max(MIN_DOT_ROWS, triton.next_power_of_2(tiles.queries * group))
-    fits = depth * k_PHSD.element_size() <= 256  # three blocks of keys and values in shared memory
+    fits = depth * k_PHSD.element_size() <= 256  # some blocks of keys and values, in shared memory
     is_decode = rows == MIN_DOT_ROWS
     _attend[(len(tiles.first_N), num_heads, num_parts)](
         q_THGD,
@@ -172,11 +222,11 @@ def attend(
         rows=rows,
         depth=depth,
         page_size=k_PHSD.shape[2],
-        block=32 if not fits else 64 if is_decode else 128,
+        block=64 if is_decode and fits else 32,
         parts=num_parts,
         keep=keep,
-        num_warps=4 if is_decode else 8,
-        num_stages=2 if is_decode or not fits else 3,
+        num_warps=4,
+        num_stages=2 if is_decode or not fits else 4,
     )
     if state is None or out_THGD is None:
         return state
