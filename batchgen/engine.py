@@ -233,7 +233,7 @@ class Engine:
     def _publish(self, seq: Sequence) -> None:
         """Leave a sequence's full pages in the prefix cache before they are released."""
         ids = (seq.request.prompt_token_ids + seq.output_ids)[: seq.num_computed]
-        keys = prefix_keys(ids, self.pool.page_size)
+        keys = prefix_keys(ids, self.pool.page_size, seq.prompt_keys[: len(ids) // self.pool.page_size])
         self.pool.publish(seq.pages[: len(keys)], keys)
 
     def _drop(self, job: Prefill) -> None:
@@ -299,6 +299,7 @@ class Engine:
             num_cached=prompt.num_cached,
             stop_token_ids=frozenset(eos_ids) | frozenset(params.stop_token_ids or ()),
             pages=pages,
+            prompt_keys=prompt.keys,
             num_computed=len(prompt.token_ids),
             routed=list(prompt.routed) if params.return_routed_experts else [],
         )

@@ -89,7 +89,8 @@ class Intake:
     def add_resumption(self, seq: Sequence) -> None:
         """File a sequence that lost its pages; its KV but for the last token is computed again."""
         ids = (seq.request.prompt_token_ids + seq.output_ids)[:-1]
-        self.resumptions.append(Resumption(next(self._ids), ids, prefix_keys(ids, self._page_size), sequence=seq))
+        keys = prefix_keys(ids, self._page_size, seq.prompt_keys[: len(ids) // self._page_size])
+        self.resumptions.append(Resumption(next(self._ids), ids, keys, sequence=seq))
 
     def put_back(self, job: Prefill) -> None:
         """A dropped prefill waits again, ahead of those of its kind."""

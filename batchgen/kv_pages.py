@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 PrefixKey = bytes
 
 
-def prefix_keys(token_ids: Sequence[int], page_size: int) -> list[PrefixKey]:
-    """Key of each full page of `token_ids`; key i covers tokens 0..(i + 1) * page_size - 1."""
-    keys, parent = [], b""
-    data, size = array("q", token_ids).tobytes(), 8 * page_size
+def prefix_keys(token_ids: Sequence[int], page_size: int, known: Sequence[PrefixKey] = ()) -> list[PrefixKey]:
+    """Key of each full page of `token_ids`; key i covers tokens 0..(i + 1) * page_size - 1. `known`: the first of them."""
+    keys = list(known)
+    parent = keys[-1] if keys else b""
+    data, size = array("q", token_ids[len(keys) * page_size :]).tobytes(), 8 * page_size
     for start in range(0, len(data) - size + 1, size):
         parent = hashlib.blake2b(parent + data[start : start + size], digest_size=16).digest()
         keys.append(parent)

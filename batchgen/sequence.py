@@ -129,6 +129,8 @@ class Sequence:
     num_cached: int
     stop_token_ids: frozenset[int]
     pages: list[int]
+    prompt_keys: list[PrefixKey]
+    """Keys of the prompt's full pages."""
     num_computed: int
     slot: int = -1
     output_ids: list[int] = field(default_factory=list)

@@ -92,6 +92,8 @@ class TritonAttention:
     def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: TritonPlan, scale: float) -> Tensor:
         """Outputs [T, H * G * d]."""
         q_THGd = q_THGd.contiguous()
+        if isinstance(plan.prefill, FlashPlan) and self.flash is not None and plan.decode is None:
+            return self.flash.attend(q_THGd, kv, layer, plan.prefill, scale)
         out_THGd = torch.empty_like(q_THGd)
         where = (q_THGd, kv.k_LPHSD[layer], kv.v_LPHSD[layer], plan.positions_T)
         state: SoftmaxState | None = None
@@ -100,7 +102,8 @@ class TritonAttention:
         if plan.decode is not None:
             attend(*where, plan.decode, scale=scale, out_THGD=out_THGd, resume=state, num_parts=plan.num_parts)
         if isinstance(plan.prefill, FlashPlan) and self.flash is not None:
-            self.flash.attend(q_THGd, kv, layer, plan.prefill, scale, out_THGd)
+            prefilled_CX = self.flash.attend(q_THGd, kv, layer, plan.prefill, scale)
+            out_THGd.view(len(q_THGd), -1)[plan.prefill.first_token :] = prefilled_CX
         elif isinstance(plan.prefill, Tiles):
             attend(*where, plan.prefill, scale=scale, out_THGD=out_THGd)
         return out_THGd.view(len(q_THGd), -1)
