@@ -41,8 +41,10 @@ class Checkpoint:
         return values
 
     def _find_shards(self) -> list[Path]:
+        self._weight_map: dict[str, str] = {}
         if (self.folder / "model.safetensors.index.json").exists():
-            names = sorted(set(self._json("model.safetensors.index.json").get("weight_map", {}).values()))
+            self._weight_map = self._json("model.safetensors.index.json").get("weight_map", {})
+            names = sorted(set(self._weight_map.values()))
             if any(not isinstance(name, str) or Path(name).name != name for name in names):
                 raise ModelError(f"{self.folder}/model.safetensors.index.json names files outside the folder")
         else:
@@ -59,6 +61,27 @@ class Checkpoint:
             digest.update(_header(shard))
         return digest.hexdigest()
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor's shape, from the shards' headers alone. ModelError for a name that is in two shards, or that the index places in
+        another shard than the one that has it."""
+        shard_of: dict[str, str] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for shard in self.shards:
+            for name, entry in json.loads(_header(shard)).items():
+                if name == "__metadata__":
+                    continue
+                if name in shard_of:
+                    raise ModelError(f"{self.folder}: tensor {name} is in both {shard_of[name]} and {shard.name}; remove one")
+                shard_of[name], shapes[name] = shard.name, tuple(entry["shape"])
+        misplaced = [name for name, file in self._weight_map.items() if shard_of.get(name) != file]
+        if misplaced:
+            name = misplaced[0]
+            where = f"{shard_of[name]} has it" if name in shard_of else "no shard has it"
+            raise ModelError(
+                f"{self.folder}/model.safetensors.index.json places {name} in {self._weight_map[name]}, but {where}; copy the folder again"
+            )
+        return shapes
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name; at most one shard is open at a time."""
         for shard in self.shards:
@@ -72,22 +95,26 @@ class Checkpoint:
 
 
 def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
-    """Fill the model's parameters. ModelError lists names that are missing or that the model does not have."""
-    fill = WeightFill(table, place=lambda view: view)
-    unexpected = []
-    for name, tensor in checkpoint.tensors():
-        if name not in table.slots:
-            unexpected.append(name)
-            continue
-        try:
-            fill.put(name, tensor)
-        except WeightUpdateError as error:
-            raise ModelError(f"{checkpoint.folder}: {error}") from error
-    missing = fill.missing()
+    """Fill the model's parameters. ModelError, before any is filled, lists names that are missing or that the model does not have, and
+    names a tensor whose shape contradicts config.json."""
+    shapes = checkpoint.shapes()
+    unexpected = [name for name in shapes if name not in table.slots]
+    covered = {part.name for name in shapes if name in table.slots for part in table.slots[name].covers}
+    owners = {table.slots[name].alias_of for name in shapes if name in table.slots}
+    missing = [name for name in table.canonical if name not in shapes and name not in covered and name not in owners]
     if missing or unexpected:
         parts = [f"lacks {len(missing)} parameters: {format_names(missing)}"] if missing else []
         parts += [f"has {len(unexpected)} that the model does not: {format_names(unexpected)}"] if unexpected else []
         raise ModelError(f"{checkpoint.folder} does not fit its config.json: it {' and '.join(parts)}")
+    for name, shape in shapes.items():
+        if shape != tuple(table.slots[name].view.shape):
+            raise ModelError(f"{checkpoint.folder}: {name} has shape {list(shape)}, the model's is {list(table.slots[name].view.shape)}")
+    fill = WeightFill(table, place=lambda view: view)
+    for name, tensor in checkpoint.tensors():
+        try:
+            fill.put(name, tensor)
+        except WeightUpdateError as error:
+            raise ModelError(f"{checkpoint.folder}: {error}") from error
 
 
 def _header(shard: Path) -> bytes:

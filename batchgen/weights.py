@@ -31,7 +31,7 @@ class Slot:
     name: str
     view: Tensor
     covers: list["Slot"] = field(default_factory=list)
-    """For a stacked name: the checkpoint's own names, one per part."""
+    """For a stacked name, or another name of the same tensor: the checkpoint's own names, one per part."""
     alias_of: str | None = None
     """For a tied name: the name that owns the storage."""
 

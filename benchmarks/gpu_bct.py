@@ -16,13 +16,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from workloads import MODELS, NAMES, workload
+from workloads import MODELS, workload
 
 from batchgen import LLM, SamplingParams
 from batchgen.models import registry
 
-PEER_S = {"uniform": 35.6, "longtail": 51.8, "group": 13.1, "prefill": 4.07}
-"""vLLM 0.24.0 on qwen3-30b-a3b, the same kind of card, from the project's shared benchmark notes."""
+PEER_S = {
+    "qwen3-30b-a3b": {"uniform": 35.6, "longtail": 51.8, "group": 13.1, "prefill": 4.07},
+    "olmoe-1b-7b": {"uniform": 21.5, "longtail": 25.9, "group": 9.15, "prefill": 1.66},
+}
+"""vLLM 0.24.0 on the same kind of card, from the project's shared benchmark notes."""
+FLOOR_S = {
+    "qwen3-30b-a3b": {"uniform": 15.4, "longtail": 32.6, "group": 4.9, "prefill": 2.1},
+    "olmoe-1b-7b": {"uniform": 10.7, "longtail": 14.3, "group": 2.2, "prefill": 0.76},
+}
+"""The bytes and operations of the work at the card's measured rates, from the same notes."""
 
 
 class RandomCheckpoint:
@@ -83,8 +91,8 @@ def breakdown(llm: LLM, prompts: list[list[int]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[name for name in MODELS if name != "cpu-moe"], default="qwen3-30b-a3b")
-    parser.add_argument("--workloads", nargs="+", choices=NAMES, default=["uniform", "longtail", "group", "prefill"])
+    parser.add_argument("--model", choices=list(PEER_S), default="qwen3-30b-a3b")
+    parser.add_argument("--workloads", nargs="+", choices=list(PEER_S["olmoe-1b-7b"]), default=["uniform", "longtail", "group", "prefill"])
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--profile", action="store_true", help="print device time by kernel for decode steps of the first workload")
     options = parser.parse_args()
@@ -98,8 +106,9 @@ def main() -> None:
         timed(llm, prompts, [max(1, length // 10) for length in lengths])
         seconds = timed(llm, prompts, lengths)
         results[name] = seconds
-        tokens, peer = sum(lengths), PEER_S.get(name)
-        print(f"{name:10} {seconds:8.2f} s  {tokens / seconds:9.0f} output tok/s  vLLM 0.24.0: {peer} s", flush=True)
+        tokens, peer, floor = sum(lengths), PEER_S[options.model][name], FLOOR_S[options.model][name]
+        rates = f"{tokens / seconds:9.0f} output tok/s, {floor / seconds:.0%} of the floor's speed"
+        print(f"{name:10} {seconds:8.2f} s  {rates}  (vLLM 0.24.0: {peer} s)", flush=True)
     if options.profile:
         print(breakdown(llm, workload(options.workloads[0], llm.engine.facts.vocab_size)[0]), flush=True)
     peak = torch.cuda.max_memory_allocated()

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from batchgen.kernels import cpu
-from batchgen.models.blocks import rotary_table
+from batchgen.models.rotary import Rope, rotary_table
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason="needs a C compiler")
 
@@ -63,7 +63,7 @@ def test_rows_that_are_not_side_by_side_are_read_where_they_are():
 
 
 def test_heads_are_rotated_by_their_tokens_angle():
-    table = rotary_table(40, 6, 100.0, torch.device("cpu"))[torch.arange(3, 12)]
+    table = rotary_table(40, 6, Rope(theta=100.0), torch.device("cpu"))[torch.arange(3, 12)]
     heads = randn(9, 30).view(9, 5, 6)[:, 1:4]
     complex_heads = torch.complex(heads[..., :3], heads[..., 3:])
     angles = torch.arange(3, 12)[:, None] / 100.0 ** (torch.arange(0, 6, 2) / 6)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from tiny_models import bare_config
 from torch.nn import functional as F
 
 CUDA = torch.cuda.is_available()
@@ -25,8 +26,7 @@ from batchgen.draw import draw, greedy  # noqa: E402
 from batchgen.kernels import sampling  # noqa: E402
 from batchgen.kernels.gpu import GpuKernels  # noqa: E402
 from batchgen.kv_cache import KVCache  # noqa: E402
-from batchgen.models.blocks import rotary_table  # noqa: E402
-from batchgen.models.config import ModelConfig  # noqa: E402
+from batchgen.models.rotary import Rope, rotary_table  # noqa: E402
 from batchgen.packing import PackedBatch  # noqa: E402
 from batchgen.prefixes import SharedPrefixes, shared_runs  # noqa: E402
 
@@ -35,31 +35,6 @@ needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_gpu)]
 CONTEXTS, SIZES, NUM_DECODE = [1, 130, 17, 64, 65, 3, 129], [1, 1, 1, 64, 65, 2, 129], 3
 PAGE_SIZE = 4
-
-
-def config(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
-    return ModelConfig(
-        architecture="test",
-        vocab_size=8,
-        hidden_size=8,
-        num_layers=2,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        intermediate_size=8,
-        moe_intermediate_size=8,
-        num_experts=0,
-        num_experts_per_tok=0,
-        norm_topk_prob=True,
-        moe_layers=(),
-        eos_token_ids=(),
-        dtype="float32",
-    )
 
 
 def ragged_batch() -> PackedBatch:
@@ -86,14 +61,14 @@ def ragged_batch() -> PackedBatch:
 def test_attention_over_pages_equals_plain_torch(dtype, heads):
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
-    kv = KVCache(config(*heads), 150, PAGE_SIZE, dtype, DEVICE)
+    kv = KVCache(bare_config(*heads), 150, PAGE_SIZE, dtype, DEVICE)
     kv.k_LPHSD.normal_()
     kv.v_LPHSD.normal_()
     batch = ragged_batch()
     q_THGd = torch.randn(sum(SIZES), num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
     fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
     got = fast.attend(q_THGd, kv, 1, fast.plan(batch, kv), 0.3)
-    wide = KVCache(config(*heads), 150, PAGE_SIZE, torch.float32, DEVICE)
+    wide = KVCache(bare_config(*heads), 150, PAGE_SIZE, torch.float32, DEVICE)
     wide.k_LPHSD.copy_(kv.k_LPHSD)
     wide.v_LPHSD.copy_(kv.v_LPHSD)
     expected = plain.attend(q_THGd.float(), wide, 1, plain.plan(batch, wide), 0.3)
@@ -122,7 +97,7 @@ def test_prefill_rows_attend_through_a_flash_attention_package(dtype, installed)
     if flash is None or (installed and dtype == torch.float32):
         pytest.skip("no FlashAttention package for this type")
     torch.manual_seed(0)
-    kv = KVCache(config(*heads), 150, PAGE_SIZE, dtype, DEVICE)
+    kv = KVCache(bare_config(*heads), 150, PAGE_SIZE, dtype, DEVICE)
     kv.k_LPHSD.normal_()
     kv.v_LPHSD.normal_()
     batch = ragged_batch()
@@ -140,7 +115,7 @@ def test_prefill_rows_attend_through_a_flash_attention_package(dtype, installed)
 def test_decode_rows_are_split_over_programs_and_read_shared_keys_once(dtype, heads, sharing):
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
-    kv = KVCache(config(*heads), 400, PAGE_SIZE, dtype, DEVICE)
+    kv = KVCache(bare_config(*heads), 400, PAGE_SIZE, dtype, DEVICE)
     kv.k_LPHSD.normal_()
     kv.v_LPHSD.normal_()
     contexts = [97, 130, 101, 3, 300, 301, 260, 1]
@@ -164,7 +139,7 @@ def test_decode_rows_are_split_over_programs_and_read_shared_keys_once(dtype, he
     )
     q_THGd = torch.randn(8, num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
     fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
-    wide = KVCache(config(*heads), 400, PAGE_SIZE, torch.float32, DEVICE)
+    wide = KVCache(bare_config(*heads), 400, PAGE_SIZE, torch.float32, DEVICE)
     wide.k_LPHSD.copy_(kv.k_LPHSD)
     wide.v_LPHSD.copy_(kv.v_LPHSD)
     expected = plain.attend(q_THGd.float(), wide, 1, plain.plan(batch, wide), 0.3)
@@ -206,7 +181,7 @@ def test_a_sum_and_its_norm_equal_plain_torch(dtype):
 def test_heads_are_normed_rotated_and_written_where_they_lie(dtype, normalise):
     num_heads, num_kv_heads, depth = 5, 2, 6
     qkv = randn(9, 9 * depth, dtype=dtype)
-    table = rotary_table(40, depth, 100.0, torch.device("cpu"))[torch.arange(3, 12)].to(DEVICE)
+    table = rotary_table(40, depth, Rope(theta=100.0), torch.device("cpu"))[torch.arange(3, 12)].to(DEVICE)
     cos, sin = table.unsqueeze(2).unbind(1)
     gains = (randn(depth, dtype=dtype), 2 + randn(depth, dtype=dtype)) if normalise else None
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:18].to(DEVICE)

@@ -86,7 +86,10 @@ def test_an_unknown_architecture_is_refused_and_the_known_ones_are_named(folder)
     [
         {"hidden_act": "gelu"},
         {"use_sliding_window": True},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"quantization_config": {"quant_method": "fp8"}},
         {"num_attention_heads": 3},
         {"head_dim": 15},
         {"hidden_size": 0},
@@ -139,6 +142,31 @@ def test_an_index_that_points_outside_the_folder_is_refused(folder):
     refuses(folder, "outside the folder")
 
 
+def test_a_tensor_in_two_shards_is_named(folder):
+    from safetensors.torch import load_file, save_file
+
+    weight_map = shard(folder)
+    first = weight_map["lm_head.weight"]
+    other = next(file for file in weight_map.values() if file != first)
+    save_file(load_file(folder / other) | {"lm_head.weight": torch.zeros(260, 48)}, folder / other)
+    refuses(folder, f"lm_head.weight is in both {first} and {other}")
+
+
+def test_an_index_that_places_a_tensor_elsewhere_is_refused(folder):
+    weight_map = shard(folder)
+    other = next(file for file in weight_map.values() if file != weight_map["lm_head.weight"])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map | {"lm_head.weight": other}}))
+    refuses(folder, f"places lm_head.weight in {other}, but {weight_map['lm_head.weight']} has it")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map | {"model.extra": other}}))
+    refuses(folder, f"places model.extra in {other}, but no shard has it")
+
+
+def test_a_config_that_contradicts_the_tensors_is_refused_before_any_is_read(folder, monkeypatch):
+    monkeypatch.setattr("batchgen.loader.WeightFill.put", lambda *_: pytest.fail("a tensor was read"))
+    edit_config(folder, moe_intermediate_size=40)
+    refuses(folder, r"experts.0.*has shape \[.*\], the model's is")
+
+
 def test_missing_and_unexpected_tensors_are_both_listed(folder):
     def change(tensors):
         tensors["model.layers.0.self_attn.sinks"] = tensors.pop("model.layers.1.self_attn.q_norm.weight")
@@ -166,7 +194,7 @@ def test_eos_ids_come_from_the_generation_config_first(folder):
 @pytest.mark.parametrize("names", [{"rope_parameters": "absent", "rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}], ids=str)
 def test_rope_theta_is_read_under_both_names(folder, names):
     edit_config(folder, **names)
-    assert load(folder).config.rope_theta == 500.0
+    assert load(folder).config.rope.theta == 500.0
 
 
 def test_experts_are_counted_under_both_names(folder):

@@ -4,13 +4,12 @@ import random
 
 import pytest
 import torch
-from tiny_models import PAGE_SIZE, Runner, tiny_moe
+from tiny_models import PAGE_SIZE, Runner, bare_config, tiny_moe
 from torch.nn import functional as F
 
 from batchgen.arithmetic import Arithmetic
 from batchgen.attention.backend import choose_attention
 from batchgen.kv_cache import KVCache
-from batchgen.models.config import ModelConfig
 from batchgen.models.registry import load_model
 from batchgen.moe.dispatch import dispatch
 from batchgen.moe.experts import Experts
@@ -72,35 +71,10 @@ def test_experts_equal_a_loop_over_tokens(products, deterministic, dtype, num_to
     torch.testing.assert_close(experts(*inputs)[:num_tokens], expected, atol=1e-3, rtol=1e-3)
 
 
-def attention_config(num_heads: int, num_kv_heads: int) -> ModelConfig:
-    return ModelConfig(
-        architecture="test",
-        vocab_size=8,
-        hidden_size=8,
-        num_layers=2,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        attention_bias=False,
-        intermediate_size=8,
-        moe_intermediate_size=8,
-        num_experts=0,
-        num_experts_per_tok=0,
-        norm_topk_prob=True,
-        moe_layers=(),
-        eos_token_ids=(),
-        dtype="float32",
-    )
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
 def test_paged_attention_equals_plain_attention_on_ragged_rows(products, deterministic, heads):
-    config = attention_config(*heads)
+    config = bare_config(*heads, 8)
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
     contexts = [1, 2, 130, 300, 17, 64, 65, 200, 3, 129]
     sizes = [1, 1, 1, 1, 1, 64, 65, 130, 2, 129]

@@ -1,4 +1,4 @@
-"""Tiny random Qwen3-MoE checkpoints and byte-level tokenizers for tests, and a plain way to run a model without an engine."""
+"""Tiny random checkpoints and byte-level tokenizers for tests, and a plain way to run a model without an engine."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from batchgen.kv_cache import KVCache
+from batchgen.models.config import ModelConfig, read_decoder
 from batchgen.models.registry import LoadedModel
 from batchgen.packing import PackedBatch
 
@@ -61,6 +62,61 @@ def save_byte_tokenizer(path: str | Path) -> None:
     tokenizer.save(str(Path(path) / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
     (Path(path) / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 3, "head_dim": 16}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 40},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "intermediate_size": 32, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "llama": ("Llama", {}),
+}
+"""transformers' class prefix, and what a small model of the family needs beside the common sizes."""
+
+
+def tiny_model(family: str, path: str | Path, seed: int = 0, **overrides: Any) -> Path:
+    """Save a small random checkpoint of a family with transformers and return its folder; norms and biases are random too."""
+    import transformers
+
+    prefix, own = FAMILIES[family]
+    values: dict[str, Any] = {
+        "vocab_size": 260,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "eos_token_id": 256,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**(values | own | overrides)))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(path)
+    return Path(path)
+
+
+def bare_config(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
+    """A configuration for parts that look at its heads alone."""
+    values = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 1024,
+    }
+    return read_decoder(values, {}, architecture="test")
 
 
 class Runner:

@@ -1,22 +1,13 @@
 """Pieces that decoder families share. In: activations of a packed batch. Out: activations. Never reads a checkpoint or a scheduler.
 
-Shapes: T tokens, D model, H heads, d head size, F feed-forward width, N outputs.
+Shapes: T tokens, D model, F feed-forward width.
 """
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from batchgen.arithmetic import Arithmetic
 from batchgen.huge_pages import empty_huge
-
-
-def rotary_table(max_positions: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """float32 [max_positions, 2, head_dim]: cosines, and sines whose first half is negated, of each position's angles."""
-    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    angles = torch.outer(torch.arange(max_positions).float(), inverse)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).to(device)
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:
@@ -28,14 +19,16 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 class DenseMLP:
     """Feed-forward layer with fused gate and up projections."""
 
-    def __init__(self, hidden_size: int, width: int, arithmetic: Arithmetic):
+    def __init__(self, hidden_size: int, width: int, arithmetic: Arithmetic, bias: bool = False):
         self.arithmetic = arithmetic
         self.gate_up_FD = empty_weight(arithmetic, 2 * width, hidden_size)
         self.down_DF = empty_weight(arithmetic, hidden_size, width)
+        self.gate_up_bias_F = empty_weight(arithmetic, 2 * width) if bias else None
+        self.down_bias_D = empty_weight(arithmetic, hidden_size) if bias else None
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         linear = self.arithmetic.linear
-        return linear(gated_silu(linear(x_TD, self.gate_up_FD)), self.down_DF)
+        return linear(gated_silu(linear(x_TD, self.gate_up_FD, self.gate_up_bias_F)), self.down_DF, self.down_bias_D)
 
 
 def empty_weight(arithmetic: Arithmetic, *shape: int) -> Tensor:

@@ -1,17 +1,31 @@
 """From a checkpoint folder to a loaded model. In: folder, dtype, device. Out: LoadedModel. Never schedules or samples."""
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from batchgen.arithmetic import Arithmetic
 from batchgen.errors import ModelError
 from batchgen.loader import Checkpoint, load_weights
-from batchgen.models import qwen3_moe
+from batchgen.models import llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
 from batchgen.models.config import ModelConfig
+from batchgen.models.decoder import Decoder
+from batchgen.models.names import Names
 from batchgen.weights import WeightStore, WeightTable
 
-FAMILIES = {qwen3_moe.Qwen3Moe.architecture: (qwen3_moe.read_config, qwen3_moe.Qwen3Moe)}
+
+class Family(Protocol):
+    """A module of this folder."""
+
+    ARCHITECTURE: str
+    NAMES: Names
+
+    def read_config(self, values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig: ...
+
+
+_MODULES: tuple[Family, ...] = (qwen3_moe, qwen2_moe, olmoe, mixtral, qwen3, llama)
+FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -19,7 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class LoadedModel:
     """A model ready to run, and what the engine must know about it."""
 
-    model: qwen3_moe.Qwen3Moe
+    model: Decoder
     config: ModelConfig
     store: WeightStore
     dtype: torch.dtype
@@ -34,7 +48,7 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     names = checkpoint.config.get("architectures") or [None]
     if names[0] not in FAMILIES:
         raise ModelError(f"{checkpoint.folder} has architecture {names[0]!r}; known: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[names[0]][0](checkpoint.config, checkpoint.generation_config)
+    return FAMILIES[names[0]].read_config(checkpoint.config, checkpoint.generation_config)
 
 
 def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -51,7 +65,7 @@ def load_model(folder: str, dtype: str, device: str | torch.device, deterministi
     config = read_model_config(checkpoint)
     storage_dtype = choose_dtype(dtype, config, device)
     arithmetic = Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
-    model = FAMILIES[config.architecture][1](config, arithmetic)
+    model = Decoder(config, FAMILIES[config.architecture].NAMES, arithmetic)
     store = WeightStore(WeightTable(model.slots()))
     load_weights(checkpoint, store.table)
     if deterministic:

@@ -1,0 +1,107 @@
+"""Rotary position embedding and the ways checkpoints stretch it. In: config.json's rope fields. Out: a table of angles.
+
+Shapes: P positions, d head size.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from batchgen.errors import ModelError
+
+TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rope:
+    """Frequencies theta ** (-2i / d), stretched according to `type`."""
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    """Context length before stretching; llama3 and yarn."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """yarn: scale of cosines and sines; None: from the factor."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def read_rope(values: dict[str, Any], default_theta: float) -> Rope:
+    """Rope of a config.json, under its new (`rope_parameters`) or old (`rope_theta`, `rope_scaling`) names."""
+    fields = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if kind not in TYPES:
+        raise ModelError(f"config.json: rope_type is {kind!r}; supported: {', '.join(TYPES)}")
+    if float(fields.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelError("config.json: partial_rotary_factor is set; this family rotates whole heads")
+    known = {name: fields[name] for name in Rope.__slots__ if fields.get(name) is not None and name not in ("theta", "type")}
+    needed = {"default": (), "linear": ("factor",), "llama3": ("factor",), "yarn": ("factor",)}[kind]
+    missing = [name for name in needed if name not in known]
+    if missing:
+        raise ModelError(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
+    if kind in ("llama3", "yarn"):
+        known.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
+    theta = fields.get("rope_theta") or values.get("rope_theta") or default_theta
+    return Rope(theta=float(theta), type=kind, **known)
+
+
+def rotary_table(max_positions: int, head_dim: int, rope: Rope, device: torch.device) -> Tensor:
+    """float32 [max_positions, 2, head_dim]: cosines, and sines whose first half is negated, of each position's angles."""
+    frequencies, scale = _frequencies(rope, head_dim)
+    angles = torch.outer(torch.arange(max_positions).float(), frequencies)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1).to(device)
+
+
+def _frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Frequencies float32 [d / 2], and the scale of cosines and sines."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
+    if rope.type == "linear":
+        return plain / rope.factor, 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, plain), 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, plain, head_dim), _yarn_scale(rope)
+    return plain, 1.0
+
+
+def _llama3(rope: Rope, plain: Tensor) -> Tensor:
+    """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1)."""
+    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
+    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / rope.factor
+
+
+def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> Tensor:
+    """Dimensions that turn more than `beta_fast` times within the original context are kept, those below `beta_slow` stretched, with a
+    ramp between (Peng et al. 2023)."""
+
+    def dimension(num_turns: float) -> float:
+        return head_dim * math.log(rope.original_max_position_embeddings / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    return plain / rope.factor * ramp + plain * (1.0 - ramp)
+
+
+def _yarn_scale(rope: Rope) -> float:
+    def grown(weight: float) -> float:
+        return 1.0 if rope.factor <= 1.0 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return grown(rope.mscale) / grown(rope.mscale_all_dim)
+    return grown(1.0)

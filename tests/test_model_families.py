@@ -1,0 +1,156 @@
+"""Every family against transformers on small random checkpoints in float32, and against itself however the work is cut."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import FAMILIES, Runner, tiny_model
+from transformers import AutoModelForCausalLM
+
+from batchgen import LLM, SamplingParams
+from batchgen.errors import ModelError
+from batchgen.models.matrix import support_matrix
+from batchgen.models.registry import load_model
+
+MOE = ["qwen3_moe", "qwen2_moe", "olmoe", "mixtral"]
+PROMPTS = [[random.Random(i).randrange(256) for _ in range(n)] for i, n in enumerate((7, 1, 41, 18, 90))]
+VARIANTS = {
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen3_biases": ("qwen3", {"attention_bias": True}),
+    "olmoe_biases": ("olmoe", {"attention_bias": True, "clip_qkv": None, "norm_topk_prob": True}),
+    "qwen2_without_bias": ("qwen2_moe", {"qkv_bias": False, "norm_topk_prob": True}),
+    "qwen2_dense_layers": ("qwen2_moe", {"mlp_only_layers": [0], "decoder_sparse_step": 2}),
+    "mixtral_window_over_the_context": ("mixtral", {"sliding_window": 512}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e3,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "yarn": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+    "yarn_mscale": (
+        "qwen3_moe",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 16,
+                "beta_slow": 2,
+                "mscale": 0.8,
+                "mscale_all_dim": 0.5,
+                "truncate": False,
+            }
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def transformers_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def assert_logits_equal(folder) -> None:
+    got = Runner(load_model(str(folder), "float32", "cpu", deterministic=False), len(PROMPTS)).step(dict(enumerate(PROMPTS)))
+    reference = transformers_model(folder)
+    for i, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            torch.testing.assert_close(got[i], reference(torch.tensor([prompt])).logits[0], atol=1e-4, rtol=0)
+
+
+def make(folder, **options):
+    return LLM(folder, **{"dtype": "float32", "kv_gb": 0.01, "num_threads": 1, **options})
+
+
+@pytest.mark.usefixtures("products")
+def test_logits_equal_transformers(folder):
+    assert_logits_equal(folder)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_of_variants_equal_transformers(tmp_path, variant):
+    family, overrides = VARIANTS[variant]
+    assert_logits_equal(tiny_model(family, tmp_path, **overrides))
+
+
+def test_greedy_tokens_equal_transformers_over_64_steps(folder):
+    reference = transformers_model(folder)
+    groups = make(folder).generate(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    for prompt, group in zip(PROMPTS, groups, strict=False):
+        with torch.no_grad():
+            out = reference.generate(
+                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False, max_new_tokens=64,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+        assert group.samples[0].token_ids == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_num_batched_tokens": 16}, {"max_num_seqs": 1}, {"page_size": 4, "pages": 46}],
+    ids=["chunked", "single", "preempted"],
+)
+def test_results_are_the_same_bit_for_bit_however_the_work_is_cut(folder, options):
+    params = SamplingParams(n=2, max_tokens=40, seed=5, ignore_eos=True)
+    llm = make(folder, deterministic=True)
+    whole = llm.generate(PROMPTS, params)
+    if num_pages := options.get("pages"):
+        page_bytes = llm.engine.memory.kv_bytes // llm.engine.memory.num_pages * options["page_size"] // llm.engine.memory.page_size
+        options = {"page_size": options["page_size"], "kv_gb": num_pages * page_bytes / 1e9}
+    llm = make(folder, deterministic=True, **options)
+    cut = llm.generate(PROMPTS[::-1], params)[::-1]
+    if num_pages:
+        assert llm.engine.stats().preemptions > 0
+    assert [[s.token_ids for s in g.samples] for g in cut] == [[s.token_ids for s in g.samples] for g in whole]
+    assert [[s.logprobs for s in g.samples] for g in cut] == [[s.logprobs for s in g.samples] for g in whole]
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_routed_experts_equal_the_reference_router(tmp_path, family):
+    folder = tiny_model(family, tmp_path)
+    reference, params = transformers_model(folder), SamplingParams(max_tokens=9, ignore_eos=True, return_routed_experts=True)
+    for group in make(folder).generate(PROMPTS, params):
+        ids = group.prompt_token_ids + group.samples[0].token_ids
+        with torch.no_grad():
+            router = reference(torch.tensor([ids[:-1]]), output_router_logits=True).router_logits
+        want = torch.stack([layer.topk(reference.config.num_experts_per_tok).indices for layer in router], 1)
+        assert torch.equal(torch.from_numpy(group.samples[0].routed_experts).long().sort(-1).values, want.sort(-1).values)
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_a_trainers_stacked_tensors_and_a_checkpoints_are_the_same_update(tmp_path, family):
+    old, new = tiny_model(family, tmp_path / "old"), tiny_model(family, tmp_path / "new", seed=1)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = make(new).generate(PROMPTS, params)
+    llm = make(old)
+    llm.update_weights(transformers_model(new).state_dict().items(), version=1)
+    for got, want in zip(llm.generate(PROMPTS, params), expected, strict=True):
+        assert got.samples[0].token_ids == want.samples[0].token_ids
+
+
+def test_a_window_shorter_than_the_context_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="sliding_window is 100, shorter than the context of 512"):
+        make(tiny_model("mixtral", tmp_path, sliding_window=100))
+
+
+def test_the_readmes_table_of_models_is_the_registrys():
+    assert support_matrix() in (Path(__file__).parent.parent / "README.md").read_text()
