@@ -1,7 +1,6 @@
 """GPU kernels against plain torch, on the GPU or else in Triton's interpreter in float32; and whole generations on a GPU."""
 
 import itertools
-import os
 import random
 
 import pytest
@@ -9,27 +8,19 @@ import torch
 from tiny_models import bare_config
 from torch.nn import functional as F
 
+from batchgen import LLM, SamplingParams, rng
+from batchgen.attention.flash import FlashPrefill
+from batchgen.attention.reference import ReferenceAttention
+from batchgen.attention.triton_paged import TritonAttention
+from batchgen.draw import draw, greedy
+from batchgen.kernels import sampling
+from batchgen.kernels.gpu import GpuKernels
+from batchgen.kv_cache import KVCache
+from batchgen.models.rotary import Rope, rotary_table
+from batchgen.packing import PackedBatch
+from batchgen.prefixes import SharedPrefixes, shared_runs
+
 CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"
-pytest.importorskip("triton")
-
-from batchgen import (  # noqa: E402
-    LLM,
-    SamplingParams,
-    rng,
-)
-from batchgen.attention.flash import FlashPrefill  # noqa: E402
-from batchgen.attention.reference import ReferenceAttention  # noqa: E402
-from batchgen.attention.triton_paged import TritonAttention  # noqa: E402
-from batchgen.draw import draw, greedy  # noqa: E402
-from batchgen.kernels import sampling  # noqa: E402
-from batchgen.kernels.gpu import GpuKernels  # noqa: E402
-from batchgen.kv_cache import KVCache  # noqa: E402
-from batchgen.models.rotary import Rope, rotary_table  # noqa: E402
-from batchgen.packing import PackedBatch  # noqa: E402
-from batchgen.prefixes import SharedPrefixes, shared_runs  # noqa: E402
-
 DEVICE = "cuda" if CUDA else "cpu"
 needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_gpu)]

@@ -139,7 +139,7 @@ class DecoderLayer:
         """The shared expert's part, weighted by its gate."""
         assert self.shared is not None and self.shared_gate_1D is not None
         logits_T1 = self.arithmetic.linear(normed_TD, self.shared_gate_1D)
-        # a sigmoid as a softmax, which torch computes row by row: the last bits of an elementwise function depend on the place in the tensor
+        # a softmax, which torch computes row by row: the last bits of an elementwise sigmoid depend on the place in the tensor
         gate_T1 = torch.cat((logits_T1, torch.zeros_like(logits_T1)), dim=1).softmax(1)[:, :1]
         return (self.shared(normed_TD) * gate_T1,)
 
