@@ -11,7 +11,7 @@ Shapes: T tokens, D inputs, N outputs, H heads, d head size, G weight matrices o
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from batchgen.errors import ModelError
 from batchgen.kernels import cpu
+from batchgen.moe.expert_sum import ExpertSum
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class Kernels(Protocol):
 
     def linear(self, x_TD: Tensor, weight_ND: Tensor) -> Tensor: ...
     def rms_norm(self, x_THD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
-    def add_norm(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def add_norm(self, x_TD: Tensor, delta_TD: Any, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
     def place_heads(
         self,
         qkv_TX: Tensor,
@@ -45,7 +46,7 @@ class Kernels(Protocol):
         v_ND: Tensor,
     ) -> Tensor: ...
     def route(self, logits_TE: Tensor, num_experts_per_tok: int, normalise: bool) -> tuple[Tensor, Tensor]: ...
-    def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor: ...
+    def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | ExpertSum: ...
 
 
 def _choose_kernels(device: torch.device, storage_dtype: torch.dtype, deterministic: bool) -> Kernels | None:
@@ -106,10 +107,11 @@ class Arithmetic:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight.to(x.dtype) * wide.to(x.dtype)
 
-    def add_norm(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
+    def add_norm(self, x_TD: Tensor, delta_TD: Tensor | ExpertSum, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + delta, and its norm. An ExpertSum goes back to the kernels that made it."""
         if self.kernels is not None:
             return self.kernels.add_norm(x_TD, delta_TD, weight_D, eps)
+        assert isinstance(delta_TD, Tensor)
         x_TD = x_TD + delta_TD
         return x_TD, self.rms_norm(x_TD, weight_D, eps)
 
@@ -134,7 +136,7 @@ class Arithmetic:
         """Rows to allocate for `num_rows`: whole tiles where there are any."""
         return -(-num_rows // TILE_ROWS) * TILE_ROWS if self.tiled else num_rows
 
-    def tokenwise(self, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def tokenwise(self, function: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
         """`function` of tensors whose first dimension is tokens (padded by `pad_rows`), tile by tile where `tiled`."""
         if not self.tiled:
             return function(*inputs)

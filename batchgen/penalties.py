@@ -136,8 +136,9 @@ class LogitRules:
             self._minimum.add(slot, sorted({*eos_token_ids, *(params.stop_token_ids or ())}), params.min_tokens)
         if words := [word for word in bad_word_ids if word]:
             self._add_words(slot, words, output_token_ids)
-        entries = (self._bias, self._allowed, self._minimum, self._words)
-        self.active_S[slot] = self._table_S[slot] >= 0 or any((e.slots_E == slot).any() for e in entries)
+        ends = bool(params.min_tokens) and bool(eos_token_ids or params.stop_token_ids)
+        listed = bool(params.logit_bias) or params.allowed_token_ids is not None or ends or bool(words)
+        self.active_S[slot] = self._table_S[slot] >= 0 or listed
 
     def clear_slot(self, slot: int) -> None:
         if self.active_S[slot]:

@@ -14,9 +14,11 @@ from batchgen.attention.reference import ReferenceAttention
 from batchgen.attention.triton_paged import TritonAttention
 from batchgen.draw import draw, greedy
 from batchgen.kernels import sampling
+from batchgen.kernels.experts import _sort_rows
 from batchgen.kernels.gpu import GpuKernels
 from batchgen.kv_cache import KVCache
 from batchgen.models.rotary import Rope, rotary_table
+from batchgen.moe.expert_sum import ExpertSum
 from batchgen.packing import PackedBatch
 from batchgen.prefixes import SharedPrefixes, shared_runs
 
@@ -202,13 +204,41 @@ def test_the_router_chooses_the_likeliest_and_ranks_equals_by_number(num_experts
     assert ids[3].tolist() == list(range(k))
 
 
+def summed(experts: ExpertSum) -> torch.Tensor:
+    (num_tokens, k), depth = experts.weights_TK.shape, experts.y_RD.shape[1]
+    y_TKD = experts.y_RD[experts.place_R.long()].view(num_tokens, k, depth).float()
+    return (y_TKD * experts.weights_TK[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_over_experts_is_taken_with_the_norm(dtype):
+    y, weights, x, gains = randn(27, 40, dtype=dtype), randn(9, 3), randn(9, 40, dtype=dtype), randn(40, dtype=dtype)
+    place = torch.randperm(27, generator=torch.Generator().manual_seed(0)).int().to(DEVICE)
+    delta = ExpertSum(y_RD=y, place_R=place, weights_TK=weights)
+    total, normed = GpuKernels().add_norm(x, delta, gains, 1e-6)
+    expected = x.float() + summed(delta)
+    near(total, expected)
+    near(normed, F.rms_norm(expected, (40,), eps=1e-6) * gains.float())
+
+
+@pytest.mark.parametrize("num_tokens, k, num_experts", [(1, 8, 128), (40, 3, 5), (300, 8, 128), (700, 8, 60)])
+def test_rows_are_sorted_by_expert(num_tokens, k, num_experts):
+    ids = randn(num_tokens, num_experts).topk(k).indices
+    ends, places, tokens = (torch.empty(n, dtype=torch.int32, device=DEVICE) for n in (num_experts, num_tokens * k, num_tokens * k))
+    _sort_rows(ids, ends, places, tokens)
+    assert ends.tolist() == torch.bincount(ids.flatten(), minlength=num_experts).cumsum(0).tolist()
+    assert places.sort().values.tolist() == list(range(num_tokens * k))
+    assert torch.equal(torch.searchsorted(ends, places, right=True), ids.flatten())
+    assert torch.equal(tokens[places.long()].long(), torch.arange(num_tokens * k, device=DEVICE) // k)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 40, 300])
 def test_experts_equal_a_loop_over_tokens(dtype, num_tokens):
     x = randn(num_tokens, 32, dtype=dtype)
     gate_up, down = randn(8, 48, 32, dtype=dtype) * 0.3, randn(8, 32, 24, dtype=dtype) * 0.3
     weights, ids = randn(num_tokens, 6).softmax(-1).topk(3)
-    got = GpuKernels().experts(x, gate_up, down, ids, weights)
+    got = summed(GpuKernels().experts(x, gate_up, down, ids, weights))
     expected = torch.zeros(num_tokens, 32, device=DEVICE)
     for i in range(3):
         gate, up = torch.einsum("td,tfd->tf", x.float(), gate_up[ids[:, i]].float()).chunk(2, -1)
@@ -222,7 +252,7 @@ def test_experts_equal_a_loop_over_tokens(dtype, num_tokens):
 def test_experts_of_any_size_are_computed_with_all_tokens_on_one_of_them(depth, width, num_tokens):
     x, gate_up, down = randn(num_tokens, depth), randn(2, 2 * width, depth) * 0.1, randn(2, depth, width) * 0.1
     ids = torch.ones(num_tokens, 1, dtype=torch.int64, device=DEVICE)
-    got = GpuKernels().experts(x, gate_up, down, ids, torch.ones(num_tokens, 1, device=DEVICE))
+    got = summed(GpuKernels().experts(x, gate_up, down, ids, torch.ones(num_tokens, 1, device=DEVICE)))
     gate, up = (x.double() @ gate_up[1].double().T).chunk(2, -1)
     torch.testing.assert_close(got, ((F.silu(gate) * up) @ down[1].double().T).float(), atol=1e-3, rtol=1e-3)
 

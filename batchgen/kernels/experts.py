@@ -1,7 +1,7 @@
-"""An expert layer on a GPU, in Triton. In: activations and the router's choice. Out: weighted sums. Never waits for the device.
+"""An expert layer on a GPU, in Triton. In: activations and the router's choice. Out: their outputs. Never waits for the device.
 
-Rows are sorted by expert, gathered while they are multiplied, gated before they are written, and summed per token in the router's
-order. Every tile of weights streams once for up to 128 rows.
+Rows are sorted by expert, gathered while they are multiplied, and gated before they are written; the sum per token is left to what comes
+next (`GpuKernels.add_norm`). Every tile of weights streams once for up to 128 rows.
 
 Shapes: T tokens, K experts per token, E experts, R = T * K rows sorted by expert, D model, F expert width.
 """
@@ -14,8 +14,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-SORT_BLOCK = 8192
-"""Rows that one program of the sort looks at together."""
+from batchgen.moe.expert_sum import ExpertSum
+
+FEW_ROWS = 2048
+"""Rows that one program sorts."""
+COUNTERS = 16
+"""Counters of rows for each expert."""
 
 
 class Tile(NamedTuple):
@@ -50,29 +54,44 @@ WIDE_TILE = Tile(16, 32, 32, 4, 2)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _sort(ids_ptr, end_ptr, place_ptr, token_ptr, num_rows, k: tl.constexpr, block: tl.constexpr, once: tl.constexpr):  # type: ignore[no-untyped-def]
-    expert = tl.program_id(0)
-    first = 0
-    if once:
-        row = tl.arange(0, block)
-        ids = tl.load(ids_ptr + row, mask=row < num_rows, other=1 << 30)
-        mine = (ids == expert).to(tl.int32)
-        place = tl.sum((ids < expert).to(tl.int32), 0) + tl.cumsum(mine, 0) - mine
-        tl.store(place_ptr + row, place, mask=mine > 0)
-        tl.store(token_ptr + place, row // k, mask=mine > 0)
-        first = tl.sum((ids <= expert).to(tl.int32), 0)
-    else:
-        for start in range(0, num_rows, block):
-            row = start + tl.arange(0, block)
-            first += tl.sum((tl.load(ids_ptr + row, mask=row < num_rows, other=expert) < expert).to(tl.int32), 0)
-        for start in range(0, num_rows, block):
-            row = start + tl.arange(0, block)
-            mine = (tl.load(ids_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
-            place = first + tl.cumsum(mine, 0) - mine
-            tl.store(place_ptr + row, place, mask=mine > 0)
-            tl.store(token_ptr + place, row // k, mask=mine > 0)
-            first += tl.sum(mine, 0)
-    tl.store(end_ptr + expert, first)
+def _sort(ids_ptr, end_ptr, place_ptr, token_ptr, num_rows, k: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    expert, row = tl.program_id(0), tl.arange(0, block)
+    ids = tl.load(ids_ptr + row, mask=row < num_rows, other=1 << 30)
+    mine = (ids == expert).to(tl.int32)
+    place = tl.sum((ids < expert).to(tl.int32), 0) + tl.cumsum(mine, 0) - mine
+    tl.store(place_ptr + row, place, mask=mine > 0)
+    tl.store(token_ptr + place, row // k, mask=mine > 0)
+    tl.store(end_ptr + expert, tl.sum((ids <= expert).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _rank(  # type: ignore[no-untyped-def]
+    ids_ptr, rank_ptr, count_ptr, num_rows, width: tl.constexpr, copies: tl.constexpr, block: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    expert = tl.load(ids_ptr + row, mask=row < num_rows, other=0)
+    counter = count_ptr + tl.program_id(0) % copies * width + expert
+    tl.store(rank_ptr + row, tl.atomic_add(counter, 1, mask=row < num_rows, sem="relaxed"), mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _place(  # type: ignore[no-untyped-def]
+    ids_ptr, rank_ptr, count_ptr, end_ptr, token_ptr, num_rows, k: tl.constexpr, num_experts: tl.constexpr, width: tl.constexpr,
+    copies: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    copy, e, mine = tl.arange(0, copies), tl.arange(0, width), tl.program_id(0) % copies
+    counts = tl.load(count_ptr + copy[:, None] * width + e[None, :])
+    total = tl.sum(counts, 0)
+    last = tl.cumsum(total, 0)
+    base = last - total + tl.sum(tl.where((copy < mine)[:, None], counts, 0), 0)
+    row = tl.program_id(0) * block + tl.arange(0, block)
+    inside = row < num_rows
+    expert = tl.load(ids_ptr + row, mask=inside, other=0).to(tl.int32)
+    place = tl.gather(base, expert, 0) + tl.load(rank_ptr + row, mask=inside, other=0)
+    tl.store(rank_ptr + row, place, mask=inside)
+    tl.store(token_ptr + place, row // k, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(end_ptr + e, last, mask=e < num_experts)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -116,42 +135,40 @@ def _product(  # type: ignore[no-untyped-def]
         tl.store(out_ptr + where, y.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (output < width)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _combine(y_ptr, place_ptr, weights_ptr, out_ptr, depth: tl.constexpr, k: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * block + tl.arange(0, block)
-    total = tl.zeros([block], tl.float32)
-    for i in tl.static_range(k):
-        place = tl.load(place_ptr + token * k + i).to(tl.int64)
-        weight = tl.load(weights_ptr + token * k + i)
-        total += weight * tl.load(y_ptr + place * depth + d, mask=d < depth, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * depth + d, total.to(out_ptr.dtype.element_ty), mask=d < depth)
-
-
 def experts(
     x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, choice: Choice | None = None
-) -> Tensor:
-    """sum over k of weights[t, k] * down(silu(gate(x)) * up(x)) by expert ids[t, k], [T, D].
+) -> ExpertSum:
+    """sum over k of weights[t, k] * down(silu(gate(x)) * up(x)) by expert ids[t, k].
 
     `choice` fixes the tiles; without it they follow the mean number of rows per expert.
     """
     (num_tokens, k), (num_experts, depth, width) = ids_TK.shape, down_EDF.shape
     num_rows = num_tokens * k
-    out_TD = torch.empty_like(x_TD)
-    if not num_tokens:
-        return out_TD
+    hidden_RF, y_RD = x_TD.new_empty(num_rows, width), x_TD.new_empty(num_rows, depth)
     ints = torch.empty(num_experts + 2 * num_rows, dtype=torch.int32, device=x_TD.device)
     end_E, place_R, token_R = torch.split(ints, [num_experts, num_rows, num_rows])
-    block = min(SORT_BLOCK, triton.next_power_of_2(num_rows))
-    warps = min(8, max(1, block // 128))
-    _sort[(num_experts,)](ids_TK, end_E, place_R, token_R, num_rows, k=k, block=block, once=num_rows <= block, num_warps=warps)
-    choice = choice or next(each for each in TILES if num_rows <= each.max_rows_per_expert * num_experts)
-    hidden_RF, y_RD = x_TD.new_empty(num_rows, width), x_TD.new_empty(num_rows, depth)
-    _multiply(x_TD, token_R, end_E, gate_up_EFD, hidden_RF, tile=choice.gate_up, gated=True)
-    _multiply(hidden_RF, token_R, end_E, down_EDF, y_RD, tile=choice.down, gated=False)
-    block = min(1024, triton.next_power_of_2(depth))
-    _combine[(num_tokens, triton.cdiv(depth, block))](y_RD, place_R, weights_TK, out_TD, depth=depth, k=k, block=block)
-    return out_TD
+    if num_rows:
+        _sort_rows(ids_TK, end_E, place_R, token_R)
+        choice = choice or next(each for each in TILES if num_rows <= each.max_rows_per_expert * num_experts)
+        _multiply(x_TD, token_R, end_E, gate_up_EFD, hidden_RF, tile=choice.gate_up, gated=True)
+        _multiply(hidden_RF, token_R, end_E, down_EDF, y_RD, tile=choice.down, gated=False)
+    return ExpertSum(y_RD=y_RD, place_R=place_R, weights_TK=weights_TK)
+
+
+def _sort_rows(ids_TK: Tensor, end_E: Tensor, place_R: Tensor, token_R: Tensor) -> None:
+    """Where each expert's rows end, the place of each row, the token of each place. Few rows by one program per expert; many by counters,
+    several for each expert, since programs wait for each other at one."""
+    num_rows, num_experts, k = ids_TK.numel(), len(end_E), ids_TK.shape[1]
+    if num_rows <= FEW_ROWS:
+        block = triton.next_power_of_2(num_rows)
+        _sort[(num_experts,)](ids_TK, end_E, place_R, token_R, num_rows, k=k, block=block, num_warps=max(1, min(8, block // 128)))
+        return
+    width = triton.next_power_of_2(num_experts)
+    count = torch.zeros(COUNTERS, width, dtype=torch.int32, device=ids_TK.device)
+    sizes = {"width": width, "copies": COUNTERS, "block": 256}
+    grid = (triton.cdiv(num_rows, 256),)
+    _rank[grid](ids_TK, place_R, count, num_rows, **sizes)
+    _place[grid](ids_TK, place_R, count, end_E, token_R, num_rows, k=k, num_experts=num_experts, **sizes)
 
 
 def _multiply(x: Tensor, token_R: Tensor, end_E: Tensor, weight_END: Tensor, out: Tensor, *, tile: Tile, gated: bool) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from batchgen.kernels.experts import experts
+from batchgen.moe.expert_sum import ExpertSum
 
 ELEMENTS = 2048
 """Values that one program handles at a time."""
@@ -31,19 +32,26 @@ def _rms_norm(x_ptr, weight_ptr, out_ptr, stride, eps, num_rows, heads, depth: t
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _add_norm(  # type: ignore[no-untyped-def]
-    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, eps, num_rows, depth: tl.constexpr, width: tl.constexpr, rows: tl.constexpr
+    x_ptr, delta_ptr, place_ptr, weights_ptr, gains_ptr, sum_ptr, out_ptr, eps, num_rows,
+    k: tl.constexpr, depth: tl.constexpr, width: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     d = tl.arange(0, width)
     inside = (row < num_rows)[:, None] & (d < depth)[None, :]
     where = row[:, None] * depth + d[None, :]
-    x = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32) + tl.load(delta_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    if k == 0:
+        x += tl.load(delta_ptr + where, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(k):
+        place = tl.load(place_ptr + row * k + i, mask=row < num_rows, other=0).to(tl.int64)
+        weight = tl.load(weights_ptr + row * k + i, mask=row < num_rows, other=0.0)
+        x += weight[:, None] * tl.load(delta_ptr + place[:, None] * depth + d[None, :], mask=inside, other=0.0).to(tl.float32)
     stored = x.to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + where, stored, mask=inside)
     x = stored.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1) / depth + eps)
-    weight = tl.load(weight_ptr + d, mask=d < depth, other=0.0).to(tl.float32)
-    tl.store(out_ptr + where, (x * scale[:, None] * weight[None, :]).to(out_ptr.dtype.element_ty), mask=inside)
+    gains = tl.load(gains_ptr + d, mask=d < depth, other=0.0).to(tl.float32)
+    tl.store(out_ptr + where, (x * scale[:, None] * gains[None, :]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -132,15 +140,22 @@ class GpuKernels:
             _rms_norm[grid](x_THD, weight_D, out, x_THD.stride(0), eps, num_rows, heads, depth=depth, width=width, rows=rows)
         return out
 
-    def add_norm(self, x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x_TD: Tensor, delta_TD: Tensor | ExpertSum, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x + delta, and its norm."""
         num_rows, depth = x_TD.shape
         sum_TD, out_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
         width = triton.next_power_of_2(depth)
         rows = max(1, ELEMENTS // width)
-        if num_rows:
-            grid = (triton.cdiv(num_rows, rows),)
-            _add_norm[grid](x_TD, delta_TD, weight_D, sum_TD, out_TD, eps, num_rows, depth=depth, width=width, rows=rows)
+        sizes = {"depth": depth, "width": width, "rows": rows}
+        if not num_rows:
+            return sum_TD, out_TD
+        grid = (triton.cdiv(num_rows, rows),)
+        if isinstance(delta_TD, Tensor):
+            _add_norm[grid](x_TD, delta_TD, None, None, weight_D, sum_TD, out_TD, eps, num_rows, k=0, **sizes)
+        else:
+            y_RD, place_R, weights_TK = delta_TD.y_RD, delta_TD.place_R, delta_TD.weights_TK
+            k = weights_TK.shape[1]
+            _add_norm[grid](x_TD, y_RD, place_R, weights_TK, weight_D, sum_TD, out_TD, eps, num_rows, k=k, **sizes)
         return sum_TD, out_TD
 
     def place_heads(
@@ -182,6 +197,6 @@ class GpuKernels:
             _route[grid](logits_TE.contiguous(), ids_TK, weights_TK, num_tokens, normalise=normalise, **sizes)
         return ids_TK, weights_TK
 
-    def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sorted, multiplied, summed: see `batchgen.kernels.experts`."""
+    def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertSum:
+        """Sorted and multiplied: see `batchgen.kernels.experts`."""
         return experts(x_TD, gate_up_EFD, down_EDF, ids_TK, weights_TK)

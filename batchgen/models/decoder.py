@@ -18,6 +18,7 @@ from batchgen.models.blocks import DenseMLP, empty_weight
 from batchgen.models.config import ModelConfig
 from batchgen.models.names import Names
 from batchgen.models.rotary import rotary_table
+from batchgen.moe.expert_sum import ExpertSum
 from batchgen.moe.experts import Experts
 from batchgen.moe.router import route
 from batchgen.packing import PackedBatch
@@ -69,8 +70,8 @@ class DecoderLayer:
             self.mlp = DenseMLP(hidden, config.intermediate_size, arithmetic, config.mlp_bias)
 
     def forward(
-        self, x_TD: Tensor, delta_TD: Tensor, rotary_T2d: Tensor, head_slots_N: Tensor, kv: KVCache, plan: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, x_TD: Tensor, delta_TD: Tensor | ExpertSum, rotary_T2d: Tensor, head_slots_N: Tensor, kv: KVCache, plan: Any
+    ) -> tuple[Tensor, Tensor | ExpertSum, Tensor | None]:
         """New residual stream, what is still to be added to it, and the router's choice in a MoE layer. `delta_TD` is what the layer before
         left to add: each norm takes in one such sum. Rows beyond the batch's tokens are padding."""
         c, tokenwise = self.config, self.arithmetic.tokenwise
@@ -83,21 +84,18 @@ class DecoderLayer:
             x_TD, delta_TD = tokenwise(self._dense, x_TD, attended_TX)
             return x_TD, delta_TD, None
         x_TD, normed_TD, ids_TK, weights_TK = tokenwise(self._route, x_TD, attended_TX)
-        delta_TD = self.mlp(normed_TD, ids_TK, weights_TK)
         if self.shared is not None:
-            delta_TD += tokenwise(self._share, normed_TD)[0]
-        return x_TD, delta_TD, ids_TK
+            x_TD = x_TD + tokenwise(self._share, normed_TD)[0]
+        return x_TD, self.mlp(normed_TD, ids_TK, weights_TK), ids_TK
 
-    def _project(self, x_TD: Tensor, delta_TD: Tensor) -> tuple[Tensor, ...]:
+    def _project(self, x_TD: Tensor, delta_TD: Tensor | ExpertSum) -> tuple[Tensor, ...]:
         x_TD, normed_TD = self.arithmetic.add_norm(x_TD, delta_TD, self.input_norm_D, self.config.rms_norm_eps)
         return x_TD, self._norm_projection(self.arithmetic.linear(normed_TD, self.qkv_XD, self.qkv_bias_X))
 
     def _norm_projection(self, qkv_TX: Tensor) -> Tensor:
         c = self.config
         if c.qk_norm == "projection" and self.qk_norms is not None:
-            q_TX, k_TX, v_TX = torch.split(
-                qkv_TX, [c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.num_kv_heads * c.head_dim], dim=1
-            )
+            q_TX, k_TX, v_TX = torch.split(qkv_TX, self.qkv_sizes, dim=1)
             q_TX, k_TX = (self.arithmetic.rms_norm(x, gains, c.rms_norm_eps) for x, gains in zip((q_TX, k_TX), self.qk_norms, strict=True))
             qkv_TX = torch.cat((q_TX, k_TX, v_TX), dim=1)
         return qkv_TX if c.clip_qkv is None else qkv_TX.clamp(-c.clip_qkv, c.clip_qkv)
@@ -218,19 +216,21 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(self, batch: PackedBatch, kv: KVCache) -> tuple[Tensor, Tensor | None]:
-        """Hidden states after the last layer (rows beyond the batch's tokens are padding) and, if asked for, routed_TLK."""
+        """Hidden states after the last norm (rows beyond the batch's tokens are padding) and, if asked for, routed_TLK."""
         num_tokens = batch.input_ids_T.numel()
         padding = (0, self.arithmetic.pad_rows(num_tokens) - num_tokens)
         x_TD = F.embedding(F.pad(batch.input_ids_T, padding), self.embedding_VD).to(self.arithmetic.compute_dtype)
         rotary_T2d = self.rotary_P2d[F.pad(batch.positions_T, padding)]
         head_slots_N = kv.head_slots(batch.kv_slots_T)
         plan = self.attention.plan(batch, kv)
-        delta_TD, routed = torch.zeros_like(x_TD), []
+        delta_TD: Tensor | ExpertSum = torch.zeros_like(x_TD)
+        routed = []
         for layer in self.layers:
             x_TD, delta_TD, ids_TK = layer.forward(x_TD, delta_TD, rotary_T2d, head_slots_N, kv, plan)
             if batch.return_routed and ids_TK is not None:
                 routed.append(ids_TK[:num_tokens].to(torch.int16))
-        return x_TD + delta_TD, torch.stack(routed, dim=1) if routed else None
+        hidden_TD = self.arithmetic.tokenwise(self._finish, x_TD, delta_TD)[0]
+        return hidden_TD, torch.stack(routed, dim=1) if routed else None
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor, logit_index_M: Tensor) -> Tensor:
@@ -239,9 +239,11 @@ class Decoder:
         x_MD = hidden_TD[F.pad(logit_index_M, (0, self.arithmetic.pad_rows(num_wanted) - num_wanted))]
         return self.arithmetic.tokenwise(self._head, x_MD)[0][:num_wanted]
 
+    def _finish(self, x_TD: Tensor, delta_TD: Tensor | ExpertSum) -> tuple[Tensor, ...]:
+        return self.arithmetic.add_norm(x_TD, delta_TD, self.norm_D, self.config.rms_norm_eps)[1:]
+
     def _head(self, x_MD: Tensor) -> tuple[Tensor, ...]:
-        normed_MD = self.arithmetic.rms_norm(x_MD, self.norm_D, self.config.rms_norm_eps)
-        return (self.arithmetic.linear(normed_MD, self.head_VD),)
+        return (self.arithmetic.linear(x_MD, self.head_VD),)
 
     def matrices(self) -> list[Tensor]:
         """Right operands of all products."""

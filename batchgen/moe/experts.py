@@ -9,6 +9,7 @@ from torch import Tensor
 from batchgen.arithmetic import TILE_ROWS, Arithmetic
 from batchgen.models.blocks import empty_weight, gated_silu
 from batchgen.moe.dispatch import dispatch
+from batchgen.moe.expert_sum import ExpertSum
 
 BLOCK_EXPERTS = 4
 """Experts multiplied in one padded batch while each has few rows."""
@@ -25,8 +26,8 @@ class Experts:
         self.gate_up_EFD = empty_weight(arithmetic, num_experts, 2 * width, hidden_size)
         self.down_EDF = empty_weight(arithmetic, num_experts, hidden_size, width)
 
-    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sum of each token's K experts, [T, D]."""
+    def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | ExpertSum:
+        """Weighted sum of each token's K experts, [T, D], or what will be it."""
         if self.arithmetic.kernels is not None:
             return self.arithmetic.kernels.experts(x_TD, self.gate_up_EFD, self.down_EDF, ids_TK, weights_TK)
         if self.arithmetic.deterministic:

@@ -1,0 +1,19 @@
+"""The experts' outputs before they are added up. In: rows of outputs. Out: nothing; what takes the sum can do more in the same pass.
+
+Shapes: T tokens, K experts per token, R rows of the expert batch, D model.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class ExpertSum:
+    """For each token t: the sum over k of weights[t, k] * y[place[t * K + k]]."""
+
+    y_RD: Tensor
+    place_R: Tensor
+    """int32"""
+    weights_TK: Tensor
+    """float32"""
