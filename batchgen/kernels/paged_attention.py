@@ -108,7 +108,8 @@ def _attend(  # type: ignore[no-untyped-def]
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.arange(0, rows)
     query = row // group
-    valid = (query < tl.load(count_ptr + tile)) & (query < queries)
+    count = tl.minimum(tl.load(count_ptr + tile), queries)
+    valid = query < count
     token = tl.load(first_ptr + tile) + query
     d = tl.arange(0, depth)
     head_row = (token * num_heads + head) * group + row % group
@@ -123,7 +124,7 @@ def _attend(  # type: ignore[no-untyped-def]
     sums = tl.zeros([rows, depth], tl.float32)
     if begin_ptr is not None:
         low = tl.load(begin_ptr + tile)
-        resumed = valid & (low > 0) & (part == 0)
+        resumed = query < tl.where((low > 0) & (part == 0), count, 0)  # by one program of a row
         most = tl.load(from_stats_ptr + head_row, mask=resumed, other=-1e38)
         total = tl.load(from_stats_ptr + state_size + head_row, mask=resumed, other=0.0)
         sums = tl.load(from_sums_ptr + where, mask=resumed[:, None], other=0.0)
