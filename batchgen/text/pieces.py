@@ -65,6 +65,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+BYTE_CHARS = {byte: char for char, byte in _BYTE_OF.items()}
+"""Byte → the character that stands for it in a byte-level vocabulary."""
 
 
 def _byte_level(token: str) -> str | bytes:

@@ -3,7 +3,8 @@
 Hugging Face parses control tokens (`<|im_end|>`, `</s>`) wherever they appear, so a user's text can close its own turn and open
 another. Here only a chat template, or a caller who passes `parse_special=True`, writes control tokens: in prompts and in messages
 their names are ordinary text. Control tokens are those marked special in tokenizer.json or tokenizer_config.json, named as bos, eos,
-pad, ... there, or that end generation: what `decode` leaves out. Other added tokens (`<think>`) are text both ways.
+pad, ... there, or that end generation: what `decode` leaves out. Other added tokens (`<think>`) are text both ways; in folders with
+tiktoken.model, whose formats are built of them, `decode` shows them but no text of a user's becomes one.
 """
 
 import json
@@ -17,6 +18,7 @@ import tokenizers
 from batchgen.errors import ModelError, RequestError
 from batchgen.text.chat_template import ChatTemplate, check_messages, map_strings
 from batchgen.text.pieces import token_pieces
+from batchgen.text.tiktoken_files import tiktoken_spec
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -31,7 +33,9 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
         chat_templates: dict[str, str] | None = None,
         num_ids: int = 0,
+        guard_added: bool = False,
     ):
+        """`guard_added`: no added token is made from a user's text, also those that decode shows."""
         config = config or {}
         self._num_ids = num_ids
         self.named_tokens = {name: text for name in _NAMED_TOKENS if (text := _content(config.get(name)))}
@@ -42,14 +46,17 @@ class Tokenizer:
             entry | {"special": entry["special"] or entry["content"] in special or entry["id"] in eos_token_ids}
             for entry in spec.get("added_tokens", [])
         ]
-        self._spec = spec | {"added_tokens": added, "truncation": None, "padding": None}
+        guarded = [entry | {"special": entry["special"] or guard_added} for entry in added]
+        self._spec = spec | {"added_tokens": guarded, "truncation": None, "padding": None}
         self._parsing = _build(self._spec)
         self._vocab = self._parsing.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
         """Ids are 0..vocab_size-1; the model's table may be padded beyond it."""
         self.special_ids = frozenset(entry["id"] for entry in added if entry["special"])
         """Control tokens: never made from a user's text, never shown by decode."""
-        self._control_ids = self.special_ids - ({_unknown_id(spec["model"], self._vocab)} - set(eos_token_ids))
+        self._control_ids = frozenset(entry["id"] for entry in guarded if entry["special"]) - (
+            {_unknown_id(spec["model"], self._vocab)} - set(eos_token_ids)
+        )
         named_eos = self._vocab.get(self.named_tokens.get("eos_token", ""))
         self.eos_token_ids = list(dict.fromkeys([*eos_token_ids, *([] if named_eos is None else [named_eos])]))
         """Ids that end a sample: generation_config.json's (else config.json's), then the tokenizer's own."""
@@ -57,12 +64,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, num_ids: int = 0) -> "Tokenizer | None":
-        """The tokenizer of a model folder; None if it has no tokenizer.json. Raises ModelError for a broken one.
+        """The tokenizer of a model folder; None if it has neither tokenizer.json nor tiktoken.model. Raises ModelError for a broken one.
 
         `num_ids`: size of the model's table where that is padded; ids beyond the tokenizer's own decode to nothing.
         """
         folder = Path(path)
         spec, config = _read_json(folder / "tokenizer.json"), _read_json(folder / "tokenizer_config.json") or {}
+        ranked = spec is None
+        spec = tiktoken_spec(folder, config) if spec is None else spec
         if spec is None:
             return None
         config = (_read_json(folder / "special_tokens_map.json") or {}) | config
@@ -73,7 +82,7 @@ class Tokenizer:
         eos = [eos] if isinstance(eos, int) else eos or []
         if not all(type(token) is int for token in eos):
             raise ModelError(f"{folder}: eos_token_id is an integer or a list of integers, got {eos!r:.100}")
-        return cls(spec, config, eos, _read_templates(folder, config), num_ids)
+        return cls(spec, config, eos, _read_templates(folder, config), num_ids, guard_added=ranked)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of a text. `add_special_tokens`: what the tokenizer puts around a text (often BOS, often nothing).
