@@ -6,7 +6,7 @@ are missing, by torch's products, for which a block of bfloat16 weights is widen
 CPU's kernels are batch-invariant. Otherwise batch-invariant mode computes in tiles of a fixed shape, so that the same kernel runs, in
 the same order, whatever else is in the batch. On a GPU bfloat16 goes through `batchgen.kernels.gpu`.
 
-Shapes: T tokens, D inputs, N outputs, H heads, d head size, G weight matrices of one block.
+Shapes: T tokens, D inputs, N outputs, H heads, d head size, R rotated dimensions, F feed-forward width.
 """
 
 import logging
@@ -19,7 +19,10 @@ from torch.nn import functional as F
 
 from batchgen.errors import ModelError
 from batchgen.kernels import cpu
+from batchgen.moe import activation as plain
+from batchgen.moe.activation import Activation
 from batchgen.moe.expert_sum import ExpertSum
+from batchgen.moe.routing import Routing
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +48,19 @@ class Kernels(Protocol):
         k_ND: Tensor,
         v_ND: Tensor,
     ) -> Tensor: ...
-    def route(self, logits_TE: Tensor, num_experts_per_tok: int, normalise: bool) -> tuple[Tensor, Tensor]: ...
-    def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | ExpertSum: ...
+    def takes_routing(self, routing: Routing, corrected: bool) -> bool: ...
+    def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+    def takes_experts(self, activation: Activation, biased: bool) -> bool: ...
+    def experts(
+        self,
+        x_TD: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDF: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        activation: Activation,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor | ExpertSum: ...
 
 
 def _choose_kernels(device: torch.device, storage_dtype: torch.dtype, deterministic: bool) -> Kernels | None:
@@ -72,6 +86,7 @@ class Arithmetic:
         self.compute_dtype = torch.float32 if device.type == "cpu" else storage_dtype
         self.deterministic = deterministic
         self.kernels = _choose_kernels(device, storage_dtype, deterministic)
+        self.cpu_kernels = self.kernels if isinstance(self.kernels, cpu.CpuKernels) else None
         self.tiled = deterministic and self.kernels is None
         widen = self.compute_dtype != storage_dtype and self.kernels is None
         self._scratch = torch.empty(SCRATCH_ELEMENTS if widen else 0, dtype=self.compute_dtype, device=device)
@@ -87,25 +102,38 @@ class Arithmetic:
             self._scratch = self._scratch.new_empty(weight.numel())
         return self._scratch[: weight.numel()].view(weight.shape).copy_(weight)
 
-    def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias in the compute type."""
-        bias_N = None if bias_N is None else bias_N.to(self.compute_dtype)
+    def linear(self, x_TD: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, wide: bool = False) -> Tensor:
+        """x @ weight.T + bias in the compute type; `wide`: in float32 whatever that is."""
+        if wide and self.compute_dtype != torch.float32:
+            return F.linear(x_TD.float(), weight_ND.float(), None if bias_N is None else bias_N.float())
         if self.kernels is not None:
             y_TN = self.kernels.linear(x_TD, weight_ND)
-            return y_TN if bias_N is None else y_TN.add_(bias_N)
+        else:
+            (y_TN,) = self.tokenwise(self._product, x_TD, weight_ND=weight_ND)
+        return y_TN if bias_N is None else y_TN.add_(bias_N.to(y_TN.dtype))
+
+    def _product(self, x_TD: Tensor, weight_ND: Tensor) -> tuple[Tensor]:
         rows = max(1, SCRATCH_ELEMENTS // weight_ND.shape[1])
         if weight_ND.dtype == self.compute_dtype or weight_ND.shape[0] <= rows:
-            return F.linear(x_TD, self.widen(weight_ND), bias_N)
-        y_TN = torch.cat([F.linear(x_TD, self.widen(block)) for block in torch.split(weight_ND, rows)], dim=-1)
-        return y_TN if bias_N is None else y_TN + bias_N
+            return (F.linear(x_TD, self.widen(weight_ND)),)
+        return (torch.cat([F.linear(x_TD, self.widen(block)) for block in torch.split(weight_ND, rows)], dim=-1),)
+
+    def head_products(self, x_THD: Tensor, weight_HND: Tensor, transposed: bool = False) -> Tensor:
+        """Each head's own product with its matrix, [T, H, N]; `transposed`: with a weight [H, D, N]."""
+        if self.cpu_kernels is not None:
+            return self.cpu_kernels.head_products(x_THD, weight_HND, transposed)
+        weight_HDN = weight_HND if transposed else weight_HND.mT
+        return self.tokenwise(self._head_products, x_THD, weight_HDN=self.widen(weight_HDN))[0]
+
+    @staticmethod
+    def _head_products(x_THD: Tensor, weight_HDN: Tensor) -> tuple[Tensor]:
+        return (torch.bmm(x_THD.transpose(0, 1), weight_HDN).transpose(0, 1),)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension, computed in float32 (Zhang and Sennrich 2019)."""
         if self.kernels is not None:
             return self.kernels.rms_norm(x, weight, eps)
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight.to(x.dtype) * wide.to(x.dtype)
+        return self.tokenwise(_rms_norm, x, weight=weight, eps=eps)[0]
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | ExpertSum, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x + delta, and its norm. An ExpertSum goes back to the kernels that made it."""
@@ -115,10 +143,28 @@ class Arithmetic:
         x_TD = x_TD + delta_TD
         return x_TD, self.rms_norm(x_TD, weight_D, eps)
 
-    def apply_rotary(self, x_THd: Tensor, rotary_T2d: Tensor) -> Tensor:
-        """Rotate pairs (i, i + d/2) of each head by its token's angle (Su et al. 2021), in plain torch."""
-        cos, sin = rotary_T2d.to(x_THd.dtype).unsqueeze(2).unbind(1)
-        return x_THd * cos + x_THd.roll(x_THd.shape[-1] // 2, -1) * sin
+    def rotate(self, x_THd: Tensor, rotary_T2R: Tensor) -> Tensor:
+        """Rotate pairs (i, i + R/2) of the first R dimensions of each head by its token's angle (Su et al. 2021)."""
+        width = rotary_T2R.shape[-1]
+        if width < x_THd.shape[-1]:
+            return torch.cat((self.rotate(x_THd[..., :width].contiguous(), rotary_T2R), x_THd[..., width:]), dim=-1)
+        if self.cpu_kernels is not None:
+            return self.cpu_kernels.rotate(x_THd, rotary_T2R)
+        cos, sin = rotary_T2R.to(x_THd.dtype).unsqueeze(2).unbind(1)
+        return x_THd * cos + x_THd.roll(width // 2, -1) * sin
+
+    def gate(self, gate_up_TF: Tensor, activation: Activation) -> Tensor:
+        """Activation of rows that hold all gates, then all ups."""
+        if self.cpu_kernels is not None:
+            return self.cpu_kernels.gate(gate_up_TF, activation)
+        return self.tokenwise(_gate, gate_up_TF, activation=activation)[0]
+
+    def sigmoid_times(self, x: Tensor, y: Tensor | None = None, silu: bool = False) -> Tensor:
+        """y * sigmoid(x), or y * silu(x); without y, the function itself. Of equal shapes."""
+        if self.cpu_kernels is not None:
+            return self.cpu_kernels.sigmoid_times(x, y, silu)
+        (weights,) = self.tokenwise(_sigmoid, x, silu=silu)
+        return weights if y is None else weights * y
 
     def check_invariance(self, weights: Iterable[Tensor]) -> None:
         """ModelError unless a row of a tile has the same product wherever in the tile it stands, for every shape among `weights`; a
@@ -136,9 +182,23 @@ class Arithmetic:
         """Rows to allocate for `num_rows`: whole tiles where there are any."""
         return -(-num_rows // TILE_ROWS) * TILE_ROWS if self.tiled else num_rows
 
-    def tokenwise(self, function: Callable[..., tuple[Tensor, ...]], *inputs: Any) -> tuple[Tensor, ...]:
+    def tokenwise(self, function: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, **common: Any) -> tuple[Tensor, ...]:
         """`function` of tensors whose first dimension is tokens (padded by `pad_rows`), tile by tile where `tiled`."""
-        if not self.tiled:
-            return function(*inputs)
-        tiles = [function(*tile) for tile in zip(*(torch.split(value, TILE_ROWS) for value in inputs), strict=True)]
+        if not self.tiled or len(inputs[0]) <= TILE_ROWS:
+            return function(*inputs, **common)
+        tiles = [function(*tile, **common) for tile in zip(*(torch.split(value, TILE_ROWS) for value in inputs), strict=True)]
         return tuple(torch.cat(outputs) for outputs in zip(*tiles, strict=True))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor]:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return ((weight * wide if weight.dtype == torch.float32 else weight.to(x.dtype) * wide.to(x.dtype)).to(x.dtype),)
+
+
+def _gate(gate_up_TF: Tensor, activation: Activation) -> tuple[Tensor]:
+    return (plain.gate(gate_up_TF, activation),)
+
+
+def _sigmoid(x: Tensor, silu: bool) -> tuple[Tensor]:
+    return (F.silu(x) if silu else x.sigmoid(),)

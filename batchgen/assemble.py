@@ -7,7 +7,6 @@ import torch
 
 from batchgen.config import EngineConfig
 from batchgen.events import ModelFacts
-from batchgen.kv_cache import KVCache
 from batchgen.memory import MemoryPlan, plan_memory
 from batchgen.models.registry import LoadedModel, load_model
 from batchgen.text.tokenizer import Tokenizer
@@ -24,7 +23,7 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
     memory = plan_memory(
         config,
         weights_bytes=sum(storage.nbytes for storage in loaded.store.table.storages()),
-        bytes_per_page=KVCache.bytes_per_page(model, config.page_size, loaded.dtype),
+        bytes_per_page=model.cache_layout.bytes_per_token(loaded.dtype) * config.page_size,
         model_max_len=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         device_free_bytes=free_bytes,

@@ -44,7 +44,7 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded, self.tokenizer, self.memory, self.facts = assemble(config)
-        kv = KVCache(loaded.config, self.memory.num_pages, config.page_size, loaded.dtype, config.device)
+        kv = KVCache(loaded.config.cache_layout, self.memory.num_pages, config.page_size, loaded.dtype, config.device)
         self.weights = loaded.store
         self.pool = PagePool(self.memory.num_pages, config.page_size)
         self.runtime = Runtime()

@@ -82,22 +82,23 @@ class Checkpoint:
             )
         return shapes
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by name; at most one shard is open at a time."""
+    def tensors(self, ignored: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by name, but those whose names start with `ignored`; at most one shard is open at a time."""
         for shard in self.shards:
             _header(shard)
             try:
                 with safe_open(shard, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 (not a mapping)
-                        yield name, file.get_tensor(name)
+                        if not name.startswith(ignored):
+                            yield name, file.get_tensor(name)
             except SafetensorError as error:
                 raise ModelError(f"{shard} cannot be read ({error}); copy the file again") from error
 
 
-def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
-    """Fill the model's parameters. ModelError, before any is filled, lists names that are missing or that the model does not have, and
-    names a tensor whose shape contradicts config.json."""
-    shapes = checkpoint.shapes()
+def load_weights(checkpoint: Checkpoint, table: WeightTable, ignored: tuple[str, ...] = ()) -> None:
+    """Fill the model's parameters; tensors whose names start with `ignored` are left alone. ModelError, before any is filled, lists names
+    that are missing or that the model does not have, and names a tensor whose shape contradicts config.json."""
+    shapes = {name: shape for name, shape in checkpoint.shapes().items() if not name.startswith(ignored)}
     unexpected = [name for name in shapes if name not in table.slots]
     covered = {part.name for name in shapes if name in table.slots for part in table.slots[name].covers}
     owners = {table.slots[name].alias_of for name in shapes if name in table.slots}
@@ -107,10 +108,11 @@ def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
         parts += [f"has {len(unexpected)} that the model does not: {format_names(unexpected)}"] if unexpected else []
         raise ModelError(f"{checkpoint.folder} does not fit its config.json: it {' and '.join(parts)}")
     for name, shape in shapes.items():
-        if shape != tuple(table.slots[name].view.shape):
-            raise ModelError(f"{checkpoint.folder}: {name} has shape {list(shape)}, the model's is {list(table.slots[name].view.shape)}")
+        wanted = table.slots[name].checkpoint_shape
+        if shape != wanted:
+            raise ModelError(f"{checkpoint.folder}: {name} has shape {list(shape)}, the model's is {list(wanted)}")
     fill = WeightFill(table, place=lambda view: view)
-    for name, tensor in checkpoint.tensors():
+    for name, tensor in checkpoint.tensors(ignored):
         try:
             fill.put(name, tensor)
         except WeightUpdateError as error:

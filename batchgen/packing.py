@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +23,18 @@ class SharedPrefix:
     page_table_SP: Tensor
     num_keys_B: Tensor
     """The same number by decode row; 0 for rows in no run."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Spans:
+    """Which tokens belong to which sequence's state."""
+
+    starts: list[int]
+    """B + 1 offsets into T."""
+    state_B: Tensor
+    """int64, place of the sequence among the states."""
+    fresh_B: Tensor
+    """bool, the span begins with the sequence's first token: what lies in that place is another's."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +60,15 @@ class PackedBatch:
     """int64, padded with 0."""
     logit_index_M: Tensor
     """int64 indices into T."""
+    state_B: Tensor | None = None
+    """int64, place of each row's state; None in models that keep none."""
     shared: SharedPrefix | None = None
     """A backend may use it to read such keys once; results are the same without."""
     return_routed: bool = False
     """Also return the experts that the router chose."""
+
+    def spans(self) -> Spans:
+        """Rows as spans of tokens that each carry a state on."""
+        assert self.state_B is not None
+        starts_B = torch.tensor(self.query_starts, device=self.context_lens_B.device)
+        return Spans(starts=self.query_starts, state_B=self.state_B, fresh_B=self.context_lens_B == starts_B.diff())

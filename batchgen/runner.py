@@ -78,7 +78,7 @@ class Runner:
         self.slots = Slots(config.max_num_seqs, -(-max_model_len // config.page_size) + 1, kv)
         self._page_size = config.page_size
         self._on_gpu = self.device.type == "cuda"
-        self._graphs: Graphs[_Step] | None = Graphs() if self._on_gpu and loaded.model.arithmetic.kernels is not None else None
+        self._graphs: Graphs[_Step] | None = Graphs() if loaded.model.capturable else None
         self._prefixes = SharedPrefixes(padded(config.max_num_seqs), config.page_size, self.slots.page_table_SP)
         self._rows_T = torch.full((padded(config.max_num_seqs),), self.slots.spare, dtype=torch.int64, device=self.device)
 

@@ -21,7 +21,7 @@ class Slots:
     """State of the sequences that are decoding."""
 
     def __init__(self, num_slots: int, max_pages: int, kv: KVCache):
-        self.page_size, self.device = kv.page_size, kv.k_LPHSD.device
+        self.page_size, self.device = kv.page_size, kv.device
         self.spare, spare_page = num_slots, kv.spare_page
         self.free = list(range(num_slots - 1, -1, -1))
         size = num_slots + 1

@@ -34,6 +34,14 @@ class Slot:
     """For a stacked name, or another name of the same tensor: the checkpoint's own names, one per part."""
     alias_of: str | None = None
     """For a tied name: the name that owns the storage."""
+    shape: tuple[int, ...] | None = None
+    """The tensor's shape in checkpoints, where it is not the view's; its values fill the view in row-major order."""
+    offset: float = 0.0
+    """Added to what is stored."""
+
+    @property
+    def checkpoint_shape(self) -> tuple[int, ...]:
+        return tuple(self.view.shape) if self.shape is None else self.shape
 
 
 def format_names(names: Iterable[str]) -> str:
@@ -50,7 +58,7 @@ class WeightTable:
         self.slots = {slot.name: slot for slot in slots} | {part.name: part for slot in slots for part in slot.covers}
         self.canonical = [slot.name for slot in self.slots.values() if not slot.covers and slot.alias_of is None]
         self.specs = {
-            name: TensorSpec(tuple(self.slots[name].view.shape), str(self.slots[name].view.dtype).removeprefix("torch."))
+            name: TensorSpec(self.slots[name].checkpoint_shape, str(self.slots[name].view.dtype).removeprefix("torch."))
             for name in self.canonical
         }
 
@@ -75,8 +83,8 @@ class WeightFill:
         slot = self._table.slots.get(name)
         if slot is None:
             raise WeightUpdateError(f"the model has no parameter {name!r}; names are those of its Hugging Face checkpoint")
-        if tuple(tensor.shape) != tuple(slot.view.shape):
-            raise WeightUpdateError(f"{name} has shape {list(tensor.shape)}, the model's is {list(slot.view.shape)}")
+        if tuple(tensor.shape) != slot.checkpoint_shape:
+            raise WeightUpdateError(f"{name} has shape {list(tensor.shape)}, the model's is {list(slot.checkpoint_shape)}")
         if not tensor.is_floating_point():
             raise WeightUpdateError(f"{name} has dtype {tensor.dtype}; send a floating-point tensor")
         covered = [part.name for part in slot.covers] or [name]
@@ -84,7 +92,7 @@ class WeightFill:
         if repeated:
             what = "was sent already" if repeated == [name] else f"covers {format_names(repeated)}, sent already"
             raise WeightUpdateError(f"{name} {what}; send every parameter once per version")
-        target, tensor = self._place(slot.view), tensor.detach()
+        target, tensor = self._place(slot.view), tensor.detach().reshape(slot.view.shape)
         if slot.alias_of is not None:
             self._put_alias(name, slot.alias_of, target, tensor)
             return
@@ -92,6 +100,8 @@ class WeightFill:
         if early is not None and not torch.equal(target, tensor.to(target)):
             raise WeightUpdateError(f"{name} and {early} are tied in this model but differ; send equal tensors or only {name}")
         self._copy(name, target, tensor)
+        if slot.offset:
+            target.add_(slot.offset)
         self._filled.update(covered)
 
     def missing(self) -> list[str]:

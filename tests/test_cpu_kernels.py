@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from batchgen.kernels import cpu
 from batchgen.models.rotary import Rope, rotary_table
+from batchgen.moe.activation import SILU
+from batchgen.moe.routing import Routing
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason="needs a C compiler")
 
@@ -48,9 +50,10 @@ def test_an_outputs_bits_depend_on_its_own_row_alone(two_threads, dtype):
         assert torch.equal(kernels.linear(x[start:end], weight), whole[start:end])
     gate_up, down = randn(6, 2 * 50, 77).to(dtype), randn(6, 77, 50).to(dtype)
     weights, ids = randn(301, 6).softmax(-1).topk(3)
-    together = kernels.experts(x, gate_up, down, ids, weights)
+    together = kernels.experts(x, gate_up, down, ids, weights, SILU)
     for start, end in ((0, 1), (7, 12), (200, 301)):
-        assert torch.equal(kernels.experts(x[start:end], gate_up, down, ids[start:end], weights[start:end]), together[start:end])
+        part = kernels.experts(x[start:end], gate_up, down, ids[start:end], weights[start:end], SILU)
+        assert torch.equal(part, together[start:end])
 
 
 def test_rows_that_are_not_side_by_side_are_read_where_they_are():
@@ -76,7 +79,7 @@ def test_the_router_chooses_the_likeliest_and_ranks_equals_by_number(num_experts
     logits = randn(40, num_experts) * 10
     logits[3] = 0.0
     k = min(4, num_experts)
-    ids, weights = cpu.load().route(logits, k, normalise=False)
+    ids, weights = cpu.load().route(logits, Routing(num_experts=num_experts, num_experts_per_tok=k))
     expected = logits.double().softmax(-1)
     torch.testing.assert_close(weights, expected.topk(k).values.float(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(weights, expected.gather(1, ids).float(), atol=1e-6, rtol=1e-5)
@@ -88,13 +91,13 @@ def test_extreme_and_broken_values_stay_what_they_are():
     gate_up = torch.cat((identity, identity), dim=1)
     x = torch.tensor([[-1e4, -100.0, -50.0, 0.0, 50.0, 100.0, 1e4, 3.0], [float("nan")] * 8, [float("inf")] * 8])
     ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
-    got = kernels.experts(x, gate_up, identity, ids, weights)
+    got = kernels.experts(x, gate_up, identity, ids, weights, SILU)
     torch.testing.assert_close(got[0], F.silu(x[0]) * x[0], atol=1e-6, rtol=1e-5)
     assert bool(got[1].isnan().all())
     assert not bool(got[2].isfinite().any())
     router = torch.zeros(2, 8)
     router[1, 5] = float("nan")
-    _, routed = kernels.route(router, 2, normalise=True)
+    _, routed = kernels.route(router, Routing(num_experts=8, num_experts_per_tok=2, normalise=True))
     assert bool(routed[0].isfinite().all())
     assert bool(routed[1].isnan().all())
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from tiny_models import bare_config
+from tiny_models import plain_layout
 from torch.nn import functional as F
 
 from batchgen import LLM, SamplingParams, rng
@@ -19,6 +19,7 @@ from batchgen.kernels.gpu import GpuKernels
 from batchgen.kv_cache import KVCache
 from batchgen.models.rotary import Rope, rotary_table
 from batchgen.moe.expert_sum import ExpertSum
+from batchgen.moe.routing import Routing
 from batchgen.packing import PackedBatch
 from batchgen.prefixes import SharedPrefixes, shared_runs
 
@@ -49,22 +50,32 @@ def ragged_batch() -> PackedBatch:
     )
 
 
+def randomise(kv: KVCache) -> None:
+    for store in kv.stores:
+        store.k_PHSD.normal_()
+        store.v_PHSV.normal_()
+
+
+def copy_stores(target: KVCache, source: KVCache) -> None:
+    for new, old in zip(target.stores, source.stores, strict=True):
+        new.k_PHSD.copy_(old.k_PHSD)
+        new.v_PHSV.copy_(old.v_PHSV)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(2, 2, 16), (6, 2, 64), (16, 1, 32)])
 def test_attention_over_pages_equals_plain_torch(dtype, heads):
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
-    kv = KVCache(bare_config(*heads), 150, PAGE_SIZE, dtype, DEVICE)
-    kv.k_LPHSD.normal_()
-    kv.v_LPHSD.normal_()
+    kv = KVCache(plain_layout(*heads[1:]), 150, PAGE_SIZE, dtype, DEVICE)
+    randomise(kv)
     batch = ragged_batch()
     q_THGd = torch.randn(sum(SIZES), num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
     fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
-    got = fast.attend(q_THGd, kv, 1, fast.plan(batch, kv), 0.3)
-    wide = KVCache(bare_config(*heads), 150, PAGE_SIZE, torch.float32, DEVICE)
-    wide.k_LPHSD.copy_(kv.k_LPHSD)
-    wide.v_LPHSD.copy_(kv.v_LPHSD)
-    expected = plain.attend(q_THGd.float(), wide, 1, plain.plan(batch, wide), 0.3)
+    got = fast.attend(q_THGd, kv.stores[1], fast.plan(batch, kv), 0.3)
+    wide = KVCache(plain_layout(*heads[1:]), 150, PAGE_SIZE, torch.float32, DEVICE)
+    copy_stores(wide, kv)
+    expected = plain.attend(q_THGd.float(), wide.stores[1], plain.plan(batch, wide), 0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
@@ -90,15 +101,14 @@ def test_prefill_rows_attend_through_a_flash_attention_package(dtype, installed)
     if flash is None or (installed and dtype == torch.float32):
         pytest.skip("no FlashAttention package for this type")
     torch.manual_seed(0)
-    kv = KVCache(bare_config(*heads), 150, PAGE_SIZE, dtype, DEVICE)
-    kv.k_LPHSD.normal_()
-    kv.v_LPHSD.normal_()
+    kv = KVCache(plain_layout(*heads[1:]), 150, PAGE_SIZE, dtype, DEVICE)
+    randomise(kv)
     batch = ragged_batch()
     q_THGd = torch.randn(sum(SIZES), 2, 2, 64, device=DEVICE).to(dtype)
     with_flash, without = TritonAttention(2, 2, flash), TritonAttention(2, 2)
     near(
-        with_flash.attend(q_THGd, kv, 1, with_flash.plan(batch, kv), 0.125),
-        without.attend(q_THGd, kv, 1, without.plan(batch, kv), 0.125),
+        with_flash.attend(q_THGd, kv.stores[1], with_flash.plan(batch, kv), 0.125),
+        without.attend(q_THGd, kv.stores[1], without.plan(batch, kv), 0.125),
     )
 
 
@@ -108,9 +118,8 @@ def test_prefill_rows_attend_through_a_flash_attention_package(dtype, installed)
 def test_decode_rows_are_split_over_programs_and_read_shared_keys_once(dtype, heads, sharing):
     num_heads, num_kv_heads, head_dim = heads
     torch.manual_seed(0)
-    kv = KVCache(bare_config(*heads), 400, PAGE_SIZE, dtype, DEVICE)
-    kv.k_LPHSD.normal_()
-    kv.v_LPHSD.normal_()
+    kv = KVCache(plain_layout(*heads[1:]), 400, PAGE_SIZE, dtype, DEVICE)
+    randomise(kv)
     contexts = [97, 130, 101, 3, 300, 301, 260, 1]
     free = iter(torch.randperm(400).tolist())
     common = [[next(free) for _ in range(24)] for _ in range(2)]
@@ -132,17 +141,16 @@ def test_decode_rows_are_split_over_programs_and_read_shared_keys_once(dtype, he
     )
     q_THGd = torch.randn(8, num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
     fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
-    wide = KVCache(bare_config(*heads), 400, PAGE_SIZE, torch.float32, DEVICE)
-    wide.k_LPHSD.copy_(kv.k_LPHSD)
-    wide.v_LPHSD.copy_(kv.v_LPHSD)
-    expected = plain.attend(q_THGd.float(), wide, 1, plain.plan(batch, wide), 0.3)
+    wide = KVCache(plain_layout(*heads[1:]), 400, PAGE_SIZE, torch.float32, DEVICE)
+    copy_stores(wide, kv)
+    expected = plain.attend(q_THGd.float(), wide.stores[1], plain.plan(batch, wide), 0.3)
     if sharing:
         runs = shared_runs(pages, fast.max_shared_rows)
         assert [(run.first, run.count) for run in runs] == [(0, 3), (4, 3)]
         prefixes = SharedPrefixes(8, PAGE_SIZE, batch.page_table_BP)
         prefixes.fill(runs, torch.arange(8).numpy())
         batch.shared = prefixes.view(8)
-    near(fast.attend(q_THGd, kv, 1, fast.plan(batch, kv), 0.3), expected)
+    near(fast.attend(q_THGd, kv.stores[1], fast.plan(batch, kv), 0.3), expected)
 
 
 def near(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -197,7 +205,7 @@ def test_heads_are_normed_rotated_and_written_where_they_lie(dtype, normalise):
 def test_the_router_chooses_the_likeliest_and_ranks_equals_by_number(num_experts, k, normalise):
     logits = randn(19, num_experts)
     logits[3] = 0.0
-    ids, weights = GpuKernels().route(logits, k, normalise)
+    ids, weights = GpuKernels().route(logits, Routing(num_experts=logits.shape[1], num_experts_per_tok=k, normalise=normalise))
     expected = logits.softmax(-1).topk(k).values
     near(weights, expected / expected.sum(-1, keepdim=True) if normalise else expected)
     near(logits.softmax(-1).gather(1, ids), expected)

@@ -194,7 +194,7 @@ def test_eos_ids_come_from_the_generation_config_first(folder):
 @pytest.mark.parametrize("names", [{"rope_parameters": "absent", "rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}], ids=str)
 def test_rope_theta_is_read_under_both_names(folder, names):
     edit_config(folder, **names)
-    assert load(folder).config.rope.theta == 500.0
+    assert load(folder).config.layers[0].mixer.rope.theta == 500.0
 
 
 def test_experts_are_counted_under_both_names(folder):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from tiny_models import PAGE_SIZE, Runner, bare_config, tiny_moe
+from tiny_models import PAGE_SIZE, Runner, plain_layout, tiny_moe
 from torch.nn import functional as F
 
 from batchgen.arithmetic import Arithmetic
@@ -14,6 +14,7 @@ from batchgen.models.registry import load_model
 from batchgen.moe.dispatch import dispatch
 from batchgen.moe.experts import Experts
 from batchgen.moe.router import route
+from batchgen.moe.routing import Routing
 from batchgen.packing import PackedBatch
 
 CPU = torch.device("cpu")
@@ -27,10 +28,12 @@ def folder(tmp_path_factory):
 def test_router_weights_are_the_softmax_of_the_chosen_over_all_experts(products):
     arithmetic = Arithmetic(storage_dtype=torch.float32, device=CPU, deterministic=False)
     logits_TE = torch.randn(9, 6, generator=torch.Generator().manual_seed(0))
-    ids_TK, weights_TK = route(arithmetic, logits_TE, 3, normalise=False)
+    ids_TK, weights_TK = route(arithmetic, logits_TE, Routing(num_experts=6, num_experts_per_tok=3))
     torch.testing.assert_close(weights_TK, logits_TE.softmax(-1).gather(1, ids_TK), atol=1e-6, rtol=1e-6)
     assert torch.equal(weights_TK, weights_TK.sort(-1, descending=True).values)
-    torch.testing.assert_close(route(arithmetic, logits_TE, 3, normalise=True)[1].sum(-1), torch.ones(9))
+    torch.testing.assert_close(
+        route(arithmetic, logits_TE, Routing(num_experts=6, num_experts_per_tok=3, normalise=True))[1].sum(-1), torch.ones(9)
+    )
 
 
 @pytest.mark.parametrize("block, multiple", [(1, 1), (4, 1), (1, 16), (2, 3)])
@@ -74,13 +77,13 @@ def test_experts_equal_a_loop_over_tokens(products, deterministic, dtype, num_to
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)])
 def test_paged_attention_equals_plain_attention_on_ragged_rows(products, deterministic, heads):
-    config = bare_config(*heads, 8)
     rng, generator = random.Random(5), torch.Generator().manual_seed(5)
     contexts = [1, 2, 130, 300, 17, 64, 65, 200, 3, 129]
     sizes = [1, 1, 1, 1, 1, 64, 65, 130, 2, 129]
-    kv = KVCache(config, 300, PAGE_SIZE, torch.float32, "cpu")
-    kv.k_LPHSD.normal_(generator=generator)
-    kv.v_LPHSD.normal_(generator=generator)
+    kv = KVCache(plain_layout(heads[1], 8), 300, PAGE_SIZE, torch.float32, "cpu")
+    for store in kv.stores:
+        store.k_PHSD.normal_(generator=generator)
+        store.v_PHSV.normal_(generator=generator)
     pages = iter(rng.sample(range(300), 300))
     table = torch.zeros(len(contexts), max(contexts) // PAGE_SIZE + 1, dtype=torch.int64)
     for row, context in enumerate(contexts):
@@ -100,14 +103,14 @@ def test_paged_attention_equals_plain_attention_on_ragged_rows(products, determi
     )
     num_heads, num_kv_heads = heads
     q_THGd = torch.randn(num_tokens, num_kv_heads, num_heads // num_kv_heads, 8, generator=generator)
-    attention = choose_attention(Arithmetic(storage_dtype=torch.float32, device=CPU, deterministic=deterministic), config)
-    got = attention.attend(q_THGd, kv, 1, attention.plan(batch, kv), 0.3)
+    attention = choose_attention(Arithmetic(storage_dtype=torch.float32, device=CPU, deterministic=deterministic), (*heads, 8))
+    got = attention.attend(q_THGd, kv.stores[1], attention.plan(batch, kv), 0.3)
     for row, (context, size) in enumerate(zip(contexts, sizes, strict=True)):
         start = batch.query_starts[row]
         own = table[row, : -(-context // PAGE_SIZE)]
         k, v = (
-            cache[1, own].transpose(1, 2).flatten(0, 1)[:context].repeat_interleave(num_heads // num_kv_heads, 1)
-            for cache in (kv.k_LPHSD, kv.v_LPHSD)
+            cache[own].transpose(1, 2).flatten(0, 1)[:context].repeat_interleave(num_heads // num_kv_heads, 1)
+            for cache in (kv.stores[1].k_PHSD, kv.stores[1].v_PHSV)
         )
         mask = torch.arange(context) <= positions[row][:, None]
         q = q_THGd[start : start + size].flatten(1, 2)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from batchgen.kv_cache import KVCache
-from batchgen.models.config import ModelConfig, read_decoder
+from batchgen.kv_cache import CacheLayout, KVCache, PageShape
 from batchgen.models.registry import LoadedModel
 from batchgen.packing import PackedBatch
 
@@ -105,18 +104,9 @@ def tiny_model(family: str, path: str | Path, seed: int = 0, **overrides: Any) -
     return Path(path)
 
 
-def bare_config(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
-    """A configuration for parts that look at its heads alone."""
-    values = {
-        "vocab_size": 8,
-        "hidden_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": 1024,
-    }
-    return read_decoder(values, {}, architecture="test")
+def plain_layout(num_kv_heads: int, head_dim: int) -> CacheLayout:
+    """Cache of two layers of plain attention."""
+    return CacheLayout(pages=(PageShape(num_kv_heads, head_dim, head_dim),) * 2)
 
 
 class Runner:
@@ -126,7 +116,7 @@ class Runner:
         self.loaded = loaded
         self.per_sequence = -(-max_tokens // PAGE_SIZE)
         num_pages = num_sequences * self.per_sequence
-        self.kv = KVCache(loaded.config, num_pages, PAGE_SIZE, loaded.dtype, loaded.device)
+        self.kv = KVCache(loaded.config.cache_layout, num_pages, PAGE_SIZE, loaded.dtype, loaded.device)
         shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1))
         self.pages = shuffled.view(num_sequences, self.per_sequence)
         self.lengths = [0] * num_sequences

@@ -12,9 +12,7 @@ from torch import Tensor
 from batchgen.arithmetic import Arithmetic
 from batchgen.attention.compiled import CompiledAttention
 from batchgen.attention.reference import ReferenceAttention
-from batchgen.kernels.cpu import CpuKernels
-from batchgen.kv_cache import KVCache
-from batchgen.models.config import ModelConfig
+from batchgen.kv_cache import KVCache, Store
 from batchgen.packing import PackedBatch
 
 log = logging.getLogger(__name__)
@@ -30,21 +28,39 @@ class AttentionBackend(Protocol):
         """What all layers of one forward pass share."""
         ...
 
-    def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: Any, scale: float) -> Tensor:
-        """Outputs [T, H * G * d] in the type of the queries, for the batch's tokens; queries beyond them are padding."""
+    def attend(
+        self,
+        q_THGd: Tensor,
+        store: Store,
+        plan: Any,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_N: Tensor | None = None,
+        chosen_TC: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs [T, H * G * V] in the type of the queries, for the batch's tokens; queries beyond them are padding.
+
+        `window`: a token sees so many last keys alone (0: all). `sinks_N`: float32, a score per query head that takes part in the softmax
+        without a value. `chosen_TC`: int64 positions that a token sees, ascending, then -1.
+        """
         ...
 
 
-def choose_attention(arithmetic: Arithmetic, config: ModelConfig) -> AttentionBackend:
-    """The compiled one where there are kernels, the Triton one on a GPU (head sizes that are powers of two), else plain torch."""
-    if isinstance(arithmetic.kernels, CpuKernels):
-        return CompiledAttention(arithmetic.kernels)
-    if arithmetic.device.type == "cuda" and not arithmetic.deterministic and config.head_dim.bit_count() == 1 and config.head_dim >= 16:
+def choose_attention(arithmetic: Arithmetic, heads: tuple[int, int, int] | None) -> AttentionBackend:
+    """The compiled one where there are kernels, the Triton one on a GPU (head sizes that are powers of two), else plain torch.
+
+    `heads`: query heads, KV heads and head size, if all layers attend alike with no window, no sinks, no choice of keys.
+    """
+    if arithmetic.cpu_kernels is not None:
+        return CompiledAttention(arithmetic.cpu_kernels)
+    if arithmetic.device.type == "cuda" and not arithmetic.deterministic and heads and heads[2].bit_count() == 1 and heads[2] >= 16:
         from batchgen.attention.flash import FlashPrefill
         from batchgen.attention.triton_paged import TritonAttention
 
         log.info("attention: Triton over paged KV")
-        flash = FlashPrefill.load(config.head_dim) if arithmetic.compute_dtype == torch.bfloat16 else None
-        return TritonAttention(config.num_kv_heads, config.num_heads // config.num_kv_heads, flash)
+        num_heads, num_kv_heads, head_dim = heads
+        flash = FlashPrefill.load(head_dim) if arithmetic.compute_dtype == torch.bfloat16 else None
+        return TritonAttention(num_kv_heads, num_heads // num_kv_heads, flash)
     log.info("attention: plain torch")
     return ReferenceAttention(deterministic=arithmetic.deterministic)

@@ -1,6 +1,7 @@
 """Attention over paged KV by the CPU's compiled kernel. In: queries, the KV cache. Out: attention outputs. Never writes or copies KV.
 
-Shapes: T tokens, B rows, H KV heads, G query heads per KV head, d head size, P pages.
+Shapes: T tokens, B rows, H KV heads, G query heads per KV head, d key size, V value size, P pages,
+C chosen keys.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.cpu import CpuKernels
-from batchgen.kv_cache import KVCache
+from batchgen.kv_cache import KVCache, Store
 from batchgen.packing import PackedBatch
 
 
@@ -35,7 +36,19 @@ class CompiledAttention:
         row_T = torch.arange(len(batch.query_starts) - 1).repeat_interleave(torch.tensor(batch.query_starts).diff())
         return CompiledPlan(row_T=row_T, positions_T=batch.positions_T, page_table_BP=batch.page_table_BP)
 
-    def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: CompiledPlan, scale: float) -> Tensor:
-        """Outputs [T, H * G * d]."""
-        k, v = kv.k_LPHSD[layer], kv.v_LPHSD[layer]
-        return self.kernels.attention(q_THGd, k, v, plan.page_table_BP, plan.row_T, plan.positions_T, scale)
+    def attend(
+        self,
+        q_THGd: Tensor,
+        store: Store,
+        plan: CompiledPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_N: Tensor | None = None,
+        chosen_TC: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs [T, H * G * V]."""
+        rows = (plan.page_table_BP, plan.row_T, plan.positions_T)
+        return self.kernels.attention(
+            q_THGd[: len(plan.row_T)], store.k_PHSD, store.v_PHSV, *rows, scale, window=window, sinks_N=sinks_N, chosen_TC=chosen_TC
+        )

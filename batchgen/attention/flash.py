@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from batchgen.kernels.paged_attention import copy_pages
-from batchgen.kv_cache import KVCache
+from batchgen.kv_cache import Store
 from batchgen.packing import PackedBatch
 
 log = logging.getLogger(__name__)
@@ -87,11 +87,11 @@ class FlashPrefill:
             pages_3N=torch.cat([batch.page_table_BP[index[0], index[1]][None], torch.from_numpy(spans).to(device)]),
         )
 
-    def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: FlashPlan, scale: float) -> Tensor:
+    def attend(self, q_THGd: Tensor, store: Store, plan: FlashPlan, scale: float) -> Tensor:
         """Outputs [T, H * G * d] of the prefill rows' tokens."""
         num_kv_heads, group, depth = q_THGd.shape[1:]
         k_CHd, v_CHd = q_THGd.new_empty(2, plan.num_keys, num_kv_heads, depth)
-        copy_pages(kv.k_LPHSD[layer], kv.v_LPHSD[layer], plan.pages_3N, k_CHd, v_CHd)
+        copy_pages(store.k_PHSD, store.v_PHSV, plan.pages_3N, k_CHd, v_CHd)
         q_THd = q_THGd[plan.first_token :].view(-1, num_kv_heads * group, depth)
         sizes = (plan.query_starts, plan.key_starts, plan.max_queries, plan.max_keys)
         out = self._function(q_THd, k_CHd, v_CHd, *sizes, softmax_scale=scale, causal=True)

@@ -4,16 +4,17 @@ Each row of the batch is cut into tiles of queries; tiles that see similarly man
 multiplied together. The query heads that share a KV head are folded into the query dimension. Batch-invariant mode uses tiles, buckets
 and key blocks of one fixed shape, so a query meets the same kernels in the same order as a decode row and inside any prefill chunk.
 
-Shapes: T tokens, N tiles of a bucket, Q queries of a tile, H KV heads, G query heads per KV head, d head size, C keys, P pages.
+Shapes: T tokens, N tiles of a bucket, Q queries of a tile, H KV heads, G query heads per KV head, d key size, V value size, C keys,
+P pages, K chosen keys.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.kv_cache import KVCache
+from batchgen.kv_cache import KVCache, Store
 from batchgen.packing import PackedBatch
 
 PREFILL_TILE = 64
@@ -32,11 +33,30 @@ class Bucket:
 
     query_NQ: Tensor
     """int64 indices into T."""
-    page_heads_NHP: Tensor
-    """int64 rows of a layer's KV seen as [pages * H, page_size * d], flattened."""
-    hidden_NQC: Tensor
-    """bool, True where a query must not see the key."""
+    positions_NQ: Tensor
+    pages_NP: Tensor
     num_keys: int
+    _page_heads: dict[int, Tensor] = field(default_factory=dict)
+    _hidden: dict[int, Tensor] = field(default_factory=dict)
+
+    def page_heads(self, num_heads: int) -> Tensor:
+        """int64 rows of a store's pages seen as [pages * H, page_size * d], flattened over N, H and P."""
+        if num_heads not in self._page_heads:
+            heads_H1 = torch.arange(num_heads, device=self.pages_NP.device)[:, None]
+            self._page_heads[num_heads] = (self.pages_NP[:, None] * num_heads + heads_H1).reshape(-1)
+        return self._page_heads[num_heads]
+
+    def hidden(self, window: int, chosen_TK: Tensor | None) -> Tensor:
+        """bool [N, Q, C], True where a query must not see the key."""
+        if window not in self._hidden:
+            ahead_NQC = torch.arange(self.num_keys, device=self.pages_NP.device) - self.positions_NQ.unsqueeze(-1)
+            self._hidden[window] = (ahead_NQC > 0) | (ahead_NQC <= -window) if window else ahead_NQC > 0
+        if chosen_TK is None:
+            return self._hidden[window]
+        chosen_NQK = chosen_TK[self.query_NQ]
+        others = chosen_NQK.new_ones((*chosen_NQK.shape[:2], self.num_keys + 1), dtype=torch.bool)
+        others.scatter_(2, torch.where((chosen_NQK < 0) | (chosen_NQK > self.num_keys), self.num_keys, chosen_NQK), False)
+        return self._hidden[window] | others[..., :-1]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,10 +82,23 @@ class ReferenceAttention:
         kv.begin_pages(batch.kv_slots_T)
         return _plan(batch, kv, self.deterministic)
 
-    def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: AttentionPlan, scale: float) -> Tensor:
-        """Outputs [T, H * G * d] of the batch's tokens."""
+    def attend(
+        self,
+        q_THGd: Tensor,
+        store: Store,
+        plan: AttentionPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_N: Tensor | None = None,
+        chosen_TC: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs [T, H * G * V] of the batch's tokens."""
         q_THGd = q_THGd * scale
-        outputs = [_attend_bucket(q_THGd, kv, layer, bucket, plan.key_block or bucket.num_keys) for bucket in plan.buckets]
+        sinks_HG = None if sinks_N is None else sinks_N.view(q_THGd.shape[1:3]).to(q_THGd.dtype)
+        outputs = [
+            _attend_bucket(q_THGd, store, bucket, bucket.hidden(window, chosen_TC), sinks_HG, plan.key_block) for bucket in plan.buckets
+        ]
         return torch.cat(outputs).index_select(0, plan.output_T)
 
 
@@ -116,7 +149,7 @@ def _group(keys_N: np.ndarray, kv: KVCache, deterministic: bool) -> list[np.ndar
             start += FIXED_BUCKET
             continue
         shortest = min(longest / BUCKET_GROWTH, longest - FIXED_KEYS)
-        most = max(1, BUCKET_ELEMENTS // (longest * kv.num_kv_heads * kv.head_dim))
+        most = max(1, BUCKET_ELEMENTS // (longest * max(shape.num_heads * shape.key_dim for shape in kv.layout.pages)))
         end = min(int(np.searchsorted(-sorted_N, -shortest, side="right")), start + most)
         groups.append(order_N[start:end])
         start = end
@@ -132,25 +165,35 @@ def _make_bucket(batch: PackedBatch, kv: KVCache, rows_N: np.ndarray, query_NQ: 
     own_pages_N = (batch.context_lens_B[rows] - 1) // kv.page_size
     nth_NP = torch.arange(num_keys // kv.page_size, device=device).minimum(own_pages_N[:, None])
     pages_NP = batch.page_table_BP[rows[:, None], nth_NP]
-    heads_H1 = torch.arange(kv.num_kv_heads, device=device)[:, None]
-    hidden_NQC = torch.arange(num_keys, device=device) > batch.positions_T[query].unsqueeze(-1)
-    page_heads_NHP = (pages_NP[:, None] * kv.num_kv_heads + heads_H1).reshape(-1)
-    return Bucket(query_NQ=query, page_heads_NHP=page_heads_NHP, hidden_NQC=hidden_NQC, num_keys=num_keys)
+    return Bucket(query_NQ=query, positions_NQ=batch.positions_T[query], pages_NP=pages_NP, num_keys=num_keys)
 
 
-def _attend_bucket(q_THGd: Tensor, kv: KVCache, layer: int, bucket: Bucket, key_block: int) -> Tensor:
+def _attend_bucket(
+    q_THGd: Tensor, store: Store, bucket: Bucket, hidden_NQC: Tensor, sinks_HG: Tensor | None, key_block: int | None
+) -> Tensor:
     num_tiles, num_queries = bucket.query_NQ.shape
     _, num_heads, group, size = q_THGd.shape
     folded = (num_tiles * num_heads, num_queries * group, size)
     q_BMd = q_THGd[bucket.query_NQ].transpose(1, 2).reshape(folded)
-    k_BCd, v_BCd = (rows.view(folded[0], -1, size) for rows in kv.gather(layer, bucket.page_heads_NHP, q_BMd.dtype))
-    blocks = [torch.bmm(q_BMd, k.mT) for k in torch.split(k_BCd, key_block, dim=1)]
+    gathered = store.gather(bucket.page_heads(num_heads), q_BMd.dtype)
+    k_BCd, v_BCV = (rows.view(folded[0], -1, rows.shape[-1]) for rows in gathered)
+    block = key_block or bucket.num_keys
+    blocks = [torch.bmm(q_BMd, k.mT) for k in torch.split(k_BCd, block, dim=1)]
     scores_BMC = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
     scores = scores_BMC.view(num_tiles, num_heads, num_queries, group, -1)
-    scores.masked_fill_(bucket.hidden_NQC[:, None, :, None], float("-inf"))
-    probabilities_BMC = torch.softmax(scores_BMC.float(), dim=-1).to(q_BMd.dtype)
-    parts = zip(torch.split(probabilities_BMC, key_block, dim=2), torch.split(v_BCd, key_block, dim=1), strict=True)
-    out_BMd, *rest = (torch.bmm(p.contiguous(), v) for p, v in parts)
+    scores.masked_fill_(hidden_NQC[:, None, :, None], float("-inf"))
+    probabilities_BMC = _softmax(scores, sinks_HG, key_block or 1).view(*folded[:2], -1).to(q_BMd.dtype)
+    parts = zip(torch.split(probabilities_BMC, block, dim=2), torch.split(v_BCV, block, dim=1), strict=True)
+    out_BMV, *rest = (torch.bmm(p.contiguous(), v) for p, v in parts)
     for part in rest:
-        out_BMd = out_BMd + part
-    return out_BMd.view(num_tiles, num_heads, num_queries, -1).transpose(1, 2).reshape(num_tiles * num_queries, -1)
+        out_BMV = out_BMV + part
+    return out_BMV.view(num_tiles, num_heads, num_queries, -1).transpose(1, 2).reshape(num_tiles * num_queries, -1)
+
+
+def _softmax(scores_NHQGC: Tensor, sinks_HG: Tensor | None, padding: int) -> Tensor:
+    """float32 probabilities. Sinks take their part as the first of `padding` columns in front, which are dropped again."""
+    if sinks_HG is None:
+        return torch.softmax(scores_NHQGC.float(), dim=-1)
+    front = scores_NHQGC.new_full((*scores_NHQGC.shape[:-1], padding), float("-inf"))
+    front[..., 0] = sinks_HG[:, None]
+    return torch.softmax(torch.cat((front, scores_NHQGC), dim=-1).float(), dim=-1)[..., padding:].contiguous()

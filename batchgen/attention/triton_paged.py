@@ -15,7 +15,7 @@ from torch import Tensor
 
 from batchgen.attention.flash import FlashPlan, FlashPrefill
 from batchgen.kernels.paged_attention import SoftmaxState, Tiles, attend
-from batchgen.kv_cache import KVCache
+from batchgen.kv_cache import KVCache, Store
 from batchgen.packing import PackedBatch
 
 TILE_ROWS = 128
@@ -86,23 +86,31 @@ class TritonAttention:
             else _cut(batch, table_BP, self.tile_queries),
         )
 
-    def _plan_prefill(self, batch: PackedBatch, kv: KVCache, table_BP: Tensor) -> Tiles | FlashPlan:
-        return self.flash.plan(batch, kv.page_size) if self.flash else _cut(batch, table_BP, self.tile_queries)
-
-    def attend(self, q_THGd: Tensor, kv: KVCache, layer: int, plan: TritonPlan, scale: float) -> Tensor:
-        """Outputs [T, H * G * d]."""
+    def attend(
+        self,
+        q_THGd: Tensor,
+        store: Store,
+        plan: TritonPlan,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_N: Tensor | None = None,
+        chosen_TC: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs [T, H * G * d]; `choose_attention` sees to it that nothing else is asked for."""
+        assert not window and sinks_N is None and chosen_TC is None
         q_THGd = q_THGd.contiguous()
         if isinstance(plan.prefill, FlashPlan) and self.flash is not None and plan.decode is None:
-            return self.flash.attend(q_THGd, kv, layer, plan.prefill, scale)
+            return self.flash.attend(q_THGd, store, plan.prefill, scale)
         out_THGd = torch.empty_like(q_THGd)
-        where = (q_THGd, kv.k_LPHSD[layer], kv.v_LPHSD[layer], plan.positions_T)
+        where = (q_THGd, store.k_PHSD, store.v_PHSV, plan.positions_T)
         state: SoftmaxState | None = None
         if plan.shared is not None:
             state = attend(*where, plan.shared, scale=scale)
         if plan.decode is not None:
             attend(*where, plan.decode, scale=scale, out_THGD=out_THGd, resume=state, num_parts=plan.num_parts)
         if isinstance(plan.prefill, FlashPlan) and self.flash is not None:
-            prefilled_CX = self.flash.attend(q_THGd, kv, layer, plan.prefill, scale)
+            prefilled_CX = self.flash.attend(q_THGd, store, plan.prefill, scale)
             out_THGd.view(len(q_THGd), -1)[plan.prefill.first_token :] = prefilled_CX
         elif isinstance(plan.prefill, Tiles):
             attend(*where, plan.prefill, scale=scale, out_THGD=out_THGd)

@@ -1,10 +1,11 @@
-"""The compiled products of cpu.c. In: CPU tensors. Out: CPU tensors. Never decides whether they pay: `load` says whether they exist.
+"""The compiled kernels of cpu.c, cpu_attention.c and cpu_delta.c. In: CPU tensors. Out: CPU tensors. Never decides whether they pay:
+`load` says whether they exist.
 
 Compiled on first use by the machine's own C compiler (`CC`, else cc, gcc or clang) for its own processor, and kept in the user's
 cache folder; takes some seconds once. Without a compiler there are none, and plain torch does the work at about a third of the speed.
 
-Shapes: T tokens, K experts per token, E experts, D model or head size, F expert width, N outputs, H KV heads, G query heads per KV head,
-P pages of a row, S slots of a page.
+Shapes: T tokens, K experts per token, E experts, D model or head size, V value size, F expert width, N outputs, H KV heads, G query heads
+per KV head, P pages of a row, S slots of a page, C channels or chosen keys, W taps, B sequences.
 """
 
 import ctypes
@@ -21,11 +22,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batchgen.moe.activation import Activation
+from batchgen.moe.routing import Routing
+from batchgen.packing import Spans
+
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.h", "cpu.c", "cpu_attention.c", "cpu_delta.c")]
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 120
+ACTIVATIONS = ("silu", "clamped", "situ")
+SCORINGS = ("softmax", "sigmoid", "chosen")
+"""As cpu.c numbers them."""
 
 
 class CpuKernels:
@@ -46,17 +54,58 @@ class CpuKernels:
         self._call("linear", x_TD, x_TD.stride(0), weight_ND, _is_bfloat16(weight_ND), y_TN, *sizes)
         return y_TN
 
-    def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sum over each token's experts of weight * down(silu(gate(x)) * up(x)), float32 [T, D]; gate above up in `gate_up_EFD`."""
+    def head_products(self, x_THD: Tensor, weight_HND: Tensor, transposed: bool = False) -> Tensor:
+        """Each head's own product, float32 [T, H, N]; `transposed`: of a weight [H, D, N]. Values of a head's weight lie together."""
+        num_tokens, num_heads, depth = x_THD.shape
+        x_THD = x_THD if x_THD.stride(-1) == 1 else x_THD.contiguous()
+        num_outputs = weight_HND.shape[2 if transposed else 1]
+        y_THN = x_THD.new_empty(num_tokens, num_heads, num_outputs)
+        weight = (weight_HND, weight_HND.stride(0), _is_bfloat16(weight_HND), int(transposed))
+        self._call("head_products", x_THD, *x_THD.stride()[:2], *weight, y_THN, num_tokens, num_heads, num_outputs, depth)
+        return y_THN
+
+    def takes_routing(self, routing: Routing, corrected: bool) -> bool:
+        """Whether `route` computes this; all of it."""
+        return True
+
+    def takes_experts(self, activation: Activation, biased: bool) -> bool:
+        """Whether `experts` computes this; all of it."""
+        return True
+
+    def experts(
+        self,
+        x_TD: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDF: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        activation: Activation,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Sum over each token's experts of weight * down(activation(gate(x), up(x))), float32 [T, D]; gate above up in `gate_up_EFD`.
+        `biases`: of gate and up [E, F], and of down [E, D], stored as the weights are."""
         (num_tokens, k), (num_experts, depth, width) = ids_TK.shape, down_EDF.shape
         x_TD, ids_TK, weights_TK = x_TD.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
         out_TD = torch.empty_like(x_TD)
         order_R, start_E = ids_TK.new_empty(num_tokens * k), ids_TK.new_empty(num_experts + 1)
         hidden_RF, y_RD = x_TD.new_empty(num_tokens * k, width), x_TD.new_empty(num_tokens * k, depth)
         sizes = (num_tokens, k, num_experts, depth, width)
-        weights = (gate_up_EFD, down_EDF, _is_bfloat16(gate_up_EFD))
-        self._call("experts", x_TD, *weights, ids_TK, weights_TK, out_TD, *sizes, order_R, start_E, hidden_RF, y_RD)
+        weights = (gate_up_EFD, down_EDF, *(biases or (None, None)), _is_bfloat16(gate_up_EFD))
+        self._call("experts", x_TD, *weights, *_coded(activation), ids_TK, weights_TK, out_TD, *sizes, order_R, start_E, hidden_RF, y_RD)
         return out_TD
+
+    def gate(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
+        """activation(gate, up) of rows that hold all gates, then all ups; float32 [T, F]."""
+        num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+        out_TF = gate_up_T2F.new_empty(num_tokens, width)
+        self._call("gate", gate_up_T2F.contiguous(), *_coded(activation), out_TF, num_tokens, width)
+        return out_TF
+
+    def sigmoid_times(self, x: Tensor, y: Tensor | None, silu: bool = False) -> Tensor:
+        """y * sigmoid(x), or y * silu(x); without y, the function itself. float32, of equal shapes."""
+        x, out = x.contiguous(), torch.empty(x.shape)
+        self._call("sigmoid_times", x, None if y is None else y.contiguous(), int(silu), out, x.numel())
+        return out
 
     def rms_norm(self, x_THD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension, float32; [T, D] or [T, H, D] with heads side by side."""
@@ -99,34 +148,85 @@ class CpuKernels:
             rows_ND.index_copy_(0, head_slots_N, new_THD.reshape(-1, depth).to(rows_ND.dtype))
         return self.rotate(q_THD, rotary_T2D)
 
-    def route(self, logits_TE: Tensor, num_experts_per_tok: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        """As `batchgen.moe.router.route`; equal logits rank by expert number."""
-        ids_TK = torch.empty(logits_TE.shape[0], num_experts_per_tok, dtype=torch.int64)
+    def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As `batchgen.moe.router.route`; equal scores rank by expert number."""
+        num_tokens, num_experts = logits_TE.shape
+        ids_TK = torch.empty(num_tokens, routing.num_experts_per_tok, dtype=torch.int64)
         weights_TK = logits_TE.new_empty(ids_TK.shape)
-        sizes = (*logits_TE.shape, num_experts_per_tok, int(normalise))
-        self._call("route", logits_TE.contiguous(), *sizes, ids_TK, weights_TK, torch.empty(logits_TE.shape))
+        groups = (routing.num_groups, routing.num_kept_groups, routing.group_top)
+        choice = (SCORINGS.index(routing.scoring), *groups, int(routing.normalise), float(routing.scale))
+        sizes = (num_tokens, num_experts, routing.num_experts_per_tok)
+        self._call("route", logits_TE.contiguous(), bias_E, *choice, *sizes, ids_TK, weights_TK, torch.empty(num_tokens, 2, num_experts))
         return ids_TK, weights_TK
 
     def attention(
-        self, q_THGD: Tensor, k_PHSD: Tensor, v_PHSD: Tensor, page_table_BP: Tensor, row_T: Tensor, positions_T: Tensor, scale: float
+        self,
+        q_THGD: Tensor,
+        k_PHSD: Tensor,
+        v_PHSV: Tensor,
+        page_table_BP: Tensor,
+        row_T: Tensor,
+        positions_T: Tensor,
+        scale: float,
+        *,
+        window: int = 0,
+        sinks_N: Tensor | None = None,
+        chosen_TC: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of each token over the keys of its row of the page table, up to its own position; float32 [T, H * G * D]."""
+        """Causal attention of each token over the keys of its row of the page table, up to its own position; float32 [T, H * G * V].
+
+        `v_PHSV` may be columns of wider rows. `window`: of so many last keys alone (0: all). `sinks_N`: float32, a score per query head
+        that takes part in the softmax without a value. `chosen_TC`: int64 positions that a token sees, ascending, then -1.
+        """
         q_THGD, page_table_BP = q_THGD.contiguous(), page_table_BP.contiguous()
         num_tokens, num_heads, group, depth = q_THGD.shape
-        out_THGD = torch.empty_like(q_THGD)
-        cache = (k_PHSD, v_PHSD, _is_bfloat16(k_PHSD), page_table_BP, page_table_BP.shape[1])
-        sizes = (num_tokens, num_heads, group, k_PHSD.shape[2], depth)
-        self._call("attention", q_THGD, *cache, row_T, positions_T, scale, out_THGD, *sizes)
-        return out_THGD.view(num_tokens, -1)
+        out_THGV = q_THGD.new_empty(num_tokens, num_heads, group, v_PHSV.shape[-1])
+        cache = (k_PHSD, v_PHSV, v_PHSV.stride(2), _is_bfloat16(k_PHSD), page_table_BP, page_table_BP.shape[1])
+        chosen = (chosen_TC, 0 if chosen_TC is None else chosen_TC.shape[1])
+        sizes = (num_tokens, num_heads, group, k_PHSD.shape[2], depth, v_PHSV.shape[-1])
+        self._call("attention", q_THGD, *cache, row_T, positions_T, float(scale), window, sinks_N, *chosen, out_THGV, *sizes)
+        return out_THGV.view(num_tokens, -1)
 
-    def _call(self, name: str, *arguments: Tensor | float) -> None:
+    def convolve(self, x_TC: Tensor, taps_CW: Tensor, states: Tensor, spans: Spans) -> Tensor:
+        """silu of a causal convolution per channel, float32 [T, C]. `states` [., C, W - 1]: last inputs, oldest first; updated."""
+        out_TC = torch.empty(x_TC.shape)
+        sizes = (len(spans.state_B), x_TC.shape[1], taps_CW.shape[1])
+        self._call("convolve", x_TC.contiguous(), taps_CW, states, *_placed(spans), out_TC, *sizes)
+        return out_TC
+
+    def log_decay(self, x_THK: Tensor, rate_H: Tensor, bias_HK: Tensor, bound: float | None) -> Tensor:
+        """-exp(rate) * softplus(x + bias), or bound * sigmoid(exp(rate) * (x + bias)); float32."""
+        out_THK = torch.empty(x_THK.shape)
+        self._call("log_decay", x_THK.contiguous(), rate_H, bias_HK, float(bound or 0.0), out_THK, *x_THK.shape)
+        return out_THK
+
+    def delta_rule(
+        self, q_THD: Tensor, k_THD: Tensor, v_TNV: Tensor, log_decay: Tensor, beta_TN: Tensor, states: Tensor, spans: Spans
+    ) -> Tensor:
+        """The gated delta rule token by token, float32 [T, N, V]; see `batchgen.attention.delta`. N value heads, a multiple of H."""
+        num_heads, depth = q_THD.shape[1:]
+        out_TNV = torch.empty(v_TNV.shape)
+        inputs = (q_THD.contiguous(), k_THD.contiguous(), v_TNV.contiguous(), log_decay.contiguous(), int(log_decay.dim() == 3))
+        sizes = (len(spans.state_B), num_heads, v_TNV.shape[1] // num_heads, depth, v_TNV.shape[2])
+        self._call("delta_rule", *inputs, beta_TN.contiguous(), states, *_placed(spans), out_TNV, *sizes)
+        return out_TNV
+
+    def _call(self, name: str, *arguments: Tensor | float | None) -> None:
         """Tensors go as addresses, integers as C's long, the rest as double; the number of threads comes last."""
         getattr(self._library, name)(*map(_c_value, arguments), ctypes.c_long(torch.get_num_threads()))
 
 
-def _c_value(argument: Tensor | float) -> ctypes.c_void_p | ctypes.c_long | ctypes.c_double:
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
+def _coded(activation: Activation) -> tuple[int, float, float]:
+    return ACTIVATIONS.index(activation.kind), activation.a, activation.b
+
+
+def _placed(spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.tensor(spans.starts), spans.state_B, spans.fresh_B.long()
+
+
+def _c_value(argument: Tensor | float | None) -> ctypes.c_void_p | ctypes.c_long | ctypes.c_double:
+    if argument is None or isinstance(argument, Tensor):
+        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
     return ctypes.c_long(argument) if isinstance(argument, int) else ctypes.c_double(argument)
 
 
@@ -154,7 +254,8 @@ def load() -> CpuKernels | None:
 def _compiled(compiler: str) -> Path:
     """Path of the shared library for this source, compiler and processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S).stdout  # noqa: S603
-    key = hashlib.sha256("\n".join((SOURCE.read_text(), " ".join(FLAGS), version, _processor())).encode()).hexdigest()[:16]
+    parts = (*(source.read_text() for source in SOURCES), " ".join(FLAGS), version, _processor())
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchgen"
     path = folder / f"cpu-{key}.so"
     if not path.exists():
@@ -162,7 +263,7 @@ def _compiled(compiler: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / path.name
-            command = [compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+            command = [compiler, *FLAGS, "-o", str(made), *map(str, SOURCES[1:])]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_TIMEOUT_S)  # noqa: S603
             made.replace(path)
     return path

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from batchgen.kernels.experts import experts
+from batchgen.moe.activation import SILU, Activation
 from batchgen.moe.expert_sum import ExpertSum
+from batchgen.moe.routing import Routing
 
 ELEMENTS = 2048
 """Values that one program handles at a time."""
@@ -184,9 +186,18 @@ class GpuKernels:
             )
         return q_THD
 
-    def route(self, logits_TE: Tensor, num_experts_per_tok: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    def takes_routing(self, routing: Routing, corrected: bool) -> bool:
+        """Softmax over all experts."""
+        grouped = routing.num_kept_groups < routing.num_groups
+        return routing.scoring == "softmax" and routing.scale == 1.0 and not grouped and not corrected
+
+    def takes_experts(self, activation: Activation, biased: bool) -> bool:
+        """SwiGLU without biases."""
+        return activation == SILU and not biased
+
+    def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids int64 and weights float32, [T, K]; equal logits rank by expert number."""
-        (num_tokens, num_experts), k = logits_TE.shape, num_experts_per_tok
+        (num_tokens, num_experts), k = logits_TE.shape, routing.num_experts_per_tok
         ids_TK = torch.empty(num_tokens, k, dtype=torch.int64, device=logits_TE.device)
         weights_TK = torch.empty(num_tokens, k, dtype=torch.float32, device=logits_TE.device)
         width = max(16, triton.next_power_of_2(num_experts))
@@ -194,9 +205,18 @@ class GpuKernels:
         sizes = {"num_experts": num_experts, "width": width, "k": k, "k_width": triton.next_power_of_2(k), "tokens": tokens}
         if num_tokens:
             grid = (triton.cdiv(num_tokens, tokens),)
-            _route[grid](logits_TE.contiguous(), ids_TK, weights_TK, num_tokens, normalise=normalise, **sizes)
+            _route[grid](logits_TE.contiguous(), ids_TK, weights_TK, num_tokens, normalise=routing.normalise, **sizes)
         return ids_TK, weights_TK
 
-    def experts(self, x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> ExpertSum:
+    def experts(
+        self,
+        x_TD: Tensor,
+        gate_up_EFD: Tensor,
+        down_EDF: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        activation: Activation = SILU,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> ExpertSum:
         """Sorted and multiplied: see `batchgen.kernels.experts`."""
         return experts(x_TD, gate_up_EFD, down_EDF, ids_TK, weights_TK)

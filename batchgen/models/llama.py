@@ -1,9 +1,10 @@
-"""Llama: dense. In: config.json. Out: ModelConfig and checkpoint names."""
+"""Llama: dense. In: config.json. Out: ModelConfig."""
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, ModelConfig, read_decoder
-from batchgen.models.names import Names
+from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.feed_forward import Dense
+from batchgen.models.grouped_query import read_grouped_query
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -11,7 +12,6 @@ ARCHITECTURE = "LlamaForCausalLM"
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Llama config.json and generation_config.json."""
     reader = ConfigReader(values)
-    return read_decoder(values, generation, architecture=ARCHITECTURE, mlp_bias=reader.get("mlp_bias", default=False))
-
-
-NAMES = Names()
+    feed_forward = Dense(intermediate_size=reader.get("intermediate_size"), bias=reader.get("mlp_bias", default=False))
+    layer = LayerConfig(mixer=read_grouped_query(reader), feed_forward=feed_forward)
+    return read_decoder(reader, generation, architecture=ARCHITECTURE, layers=[layer] * reader.num_layers)

@@ -1,9 +1,10 @@
-"""Mixtral: names of its own for the experts. In: config.json. Out: ModelConfig and checkpoint names."""
+"""Mixtral: names of its own for the experts. In: config.json. Out: ModelConfig."""
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, ModelConfig, read_decoder, refuse_short_window
-from batchgen.models.names import Names
+from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder, refuse_short_window
+from batchgen.models.feed_forward import MoeNames, read_moe
+from batchgen.models.grouped_query import read_grouped_query
 
 ARCHITECTURE = "MixtralForCausalLM"
 
@@ -12,14 +13,6 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
     """ModelConfig of a Mixtral config.json and generation_config.json."""
     reader = ConfigReader(values)
     refuse_short_window(values)
-    return read_decoder(
-        values,
-        generation,
-        architecture=ARCHITECTURE,
-        num_experts=reader.get("num_local_experts"),
-        moe_intermediate_size=reader.get("intermediate_size"),
-        norm_topk_prob=True,
-    )
-
-
-NAMES = Names(moe="block_sparse_moe", gate="w1", up="w3", down="w2")
+    moe = read_moe(reader, normalise=True, names=MoeNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"))
+    layer = LayerConfig(mixer=read_grouped_query(reader), feed_forward=moe)
+    return read_decoder(reader, generation, architecture=ARCHITECTURE, layers=[layer] * reader.num_layers)

@@ -1,9 +1,10 @@
-"""OLMoE: norms the whole query and key projections. In: config.json. Out: ModelConfig and checkpoint names."""
+"""OLMoE: norms the whole query and key projections. In: config.json. Out: ModelConfig."""
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, ModelConfig, read_decoder
-from batchgen.models.names import Names
+from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.feed_forward import read_moe
+from batchgen.models.grouped_query import read_grouped_query
 
 ARCHITECTURE = "OlmoeForCausalLM"
 
@@ -11,15 +12,6 @@ ARCHITECTURE = "OlmoeForCausalLM"
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a OLMoE config.json and generation_config.json."""
     reader = ConfigReader(values)
-    return read_decoder(
-        values,
-        generation,
-        architecture=ARCHITECTURE,
-        qk_norm="projection",
-        clip_qkv=values.get("clip_qkv"),
-        num_experts=reader.get("num_experts"),
-        moe_intermediate_size=reader.get("intermediate_size"),
-    )
-
-
-NAMES = Names()
+    attention = read_grouped_query(reader, qk_norm="projection", clip_qkv=values.get("clip_qkv"))
+    layer = LayerConfig(mixer=attention, feed_forward=read_moe(reader))
+    return read_decoder(reader, generation, architecture=ARCHITECTURE, layers=[layer] * reader.num_layers)

@@ -1,9 +1,10 @@
-"""Qwen3-MoE: norms each query and key head. In: config.json. Out: ModelConfig and checkpoint names."""
+"""Qwen3-MoE: norms each query and key head. In: config.json. Out: ModelConfig."""
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, ModelConfig, read_decoder
-from batchgen.models.names import Names
+from batchgen.models.config import ConfigReader, FeedForwardSpec, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.feed_forward import Dense, read_moe, sparse_layers
+from batchgen.models.grouped_query import read_grouped_query
 
 ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -11,14 +12,11 @@ ARCHITECTURE = "Qwen3MoeForCausalLM"
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Qwen3-MoE config.json and generation_config.json."""
     reader = ConfigReader(values)
-    return read_decoder(
-        values,
-        generation,
-        architecture=ARCHITECTURE,
-        qk_norm="head",
-        num_experts=reader.get("num_experts", "num_local_experts", default=0),
-        moe_intermediate_size=reader.get("moe_intermediate_size", default=0),
-    )
-
-
-NAMES = Names()
+    attention = read_grouped_query(reader, qk_norm="head")
+    feed_forwards: list[FeedForwardSpec]
+    if reader.get("num_experts", "num_local_experts", default=0):
+        feed_forwards = sparse_layers(reader, read_moe(reader))
+    else:
+        feed_forwards = [Dense(intermediate_size=reader.get("intermediate_size"))] * reader.num_layers
+    layers = [LayerConfig(mixer=attention, feed_forward=each) for each in feed_forwards]
+    return read_decoder(reader, generation, architecture=ARCHITECTURE, layers=layers)

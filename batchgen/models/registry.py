@@ -11,7 +11,6 @@ from batchgen.loader import Checkpoint, load_weights
 from batchgen.models import llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import Decoder
-from batchgen.models.names import Names
 from batchgen.weights import WeightStore, WeightTable
 
 
@@ -19,7 +18,6 @@ class Family(Protocol):
     """A module of this folder."""
 
     ARCHITECTURE: str
-    NAMES: Names
 
     def read_config(self, values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig: ...
 
@@ -65,9 +63,9 @@ def load_model(folder: str, dtype: str, device: str | torch.device, deterministi
     config = read_model_config(checkpoint)
     storage_dtype = choose_dtype(dtype, config, device)
     arithmetic = Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
-    model = Decoder(config, FAMILIES[config.architecture].NAMES, arithmetic)
-    store = WeightStore(WeightTable(model.slots()))
-    load_weights(checkpoint, store.table)
+    model = Decoder(config, arithmetic)
+    store = WeightStore(WeightTable(model.slots))
+    load_weights(checkpoint, store.table, config.ignored)
     if deterministic:
-        arithmetic.check_invariance(model.matrices())
+        arithmetic.check_invariance(model.matrices)
     return LoadedModel(model=model, config=config, store=store, dtype=storage_dtype, device=device, fingerprint=checkpoint.fingerprint())

@@ -17,3 +17,8 @@ class ExpertSum:
     """int32"""
     weights_TK: Tensor
     """float32"""
+
+    def total(self) -> Tensor:
+        """The sums themselves, [T, D], for what cannot take them in."""
+        y_TKD = self.y_RD[self.place_R.long()].view(*self.weights_TK.shape, -1)
+        return (y_TKD.float() * self.weights_TK.unsqueeze(-1)).sum(1).to(self.y_RD.dtype)

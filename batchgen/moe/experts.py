@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from batchgen.arithmetic import TILE_ROWS, Arithmetic
-from batchgen.models.blocks import empty_weight, gated_silu
+from batchgen.huge_pages import empty_huge
+from batchgen.moe.activation import SILU, Activation
 from batchgen.moe.dispatch import dispatch
 from batchgen.moe.expert_sum import ExpertSum
 
@@ -20,16 +21,23 @@ BLOCK_MAX_ROWS = 32
 class Experts:
     """Stacked weights of one layer's experts, gate and up projections fused."""
 
-    def __init__(self, num_experts: int, hidden_size: int, width: int, arithmetic: Arithmetic):
-        self.arithmetic = arithmetic
+    def __init__(self, num_experts: int, size: int, width: int, arithmetic: Arithmetic, activation: Activation = SILU, bias: bool = False):
+        self.arithmetic, self.activation = arithmetic, activation
         self.num_experts = num_experts
-        self.gate_up_EFD = empty_weight(arithmetic, num_experts, 2 * width, hidden_size)
-        self.down_EDF = empty_weight(arithmetic, num_experts, hidden_size, width)
+
+        def storage(*shape: int) -> Tensor:
+            return empty_huge((num_experts, *shape), arithmetic.storage_dtype, arithmetic.device)
+
+        self.gate_up_EFD, self.down_EDF = storage(2 * width, size), storage(size, width)
+        self.biases = (storage(2 * width), storage(size)) if bias else None
+        """Of the fused projections [E, F] and of the last [E, D]."""
 
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | ExpertSum:
         """Weighted sum of each token's K experts, [T, D], or what will be it."""
-        if self.arithmetic.kernels is not None:
-            return self.arithmetic.kernels.experts(x_TD, self.gate_up_EFD, self.down_EDF, ids_TK, weights_TK)
+        kernels = self.arithmetic.kernels
+        if kernels is not None and kernels.takes_experts(self.activation, self.biases is not None):
+            weights = (self.gate_up_EFD, self.down_EDF)
+            return kernels.experts(x_TD, *weights, ids_TK, weights_TK, self.activation, self.biases)
         if self.arithmetic.deterministic:
             return self.arithmetic.tokenwise(_combine, self._tiled(x_TD, ids_TK), weights_TK)[0]
         return _combine(self._blocked(x_TD, ids_TK), weights_TK)[0]
@@ -38,18 +46,22 @@ class Experts:
         few_rows = ids_TK.numel() <= BLOCK_MAX_ROWS * self.num_experts
         block = BLOCK_EXPERTS if few_rows and self.num_experts % BLOCK_EXPERTS == 0 else 1
         batch = dispatch(ids_TK, self.num_experts, block=block, multiple=1)
-        h_RF = gated_silu(self._block_products(x_TD.index_select(0, batch.token_R), self.gate_up_EFD, batch.rows_E, block))
-        return self._block_products(h_RF, self.down_EDF, batch.rows_E, block)[batch.row_TK]
+        bias_EF, bias_ED = self.biases or (None, None)
+        gate_up_RF = self._block_products(x_TD.index_select(0, batch.token_R), self.gate_up_EFD, bias_EF, batch.rows_E, block)
+        hidden_RF = self.arithmetic.gate(gate_up_RF, self.activation)
+        return self._block_products(hidden_RF, self.down_EDF, bias_ED, batch.rows_E, block)[batch.row_TK]
 
-    def _block_products(self, x_RD: Tensor, weight_END: Tensor, rows_E: list[int], block: int) -> Tensor:
+    def _block_products(self, x_RD: Tensor, weight_END: Tensor, bias_EN: Tensor | None, rows_E: list[int], block: int) -> Tensor:
         y_RN = x_RD.new_empty(x_RD.shape[0], weight_END.shape[1])
         start = 0
         for first in range(0, self.num_experts, block):
             if rows_E[first] == 0:
                 continue
             end = start + rows_E[first] * block
-            weight = self.arithmetic.widen(weight_END[first : first + block])
-            torch.bmm(x_RD[start:end].view(block, -1, x_RD.shape[1]), weight.mT, out=y_RN[start:end].view(block, -1, y_RN.shape[1]))
+            weight, y_GRN = self.arithmetic.widen(weight_END[first : first + block]), y_RN[start:end].view(block, -1, y_RN.shape[1])
+            torch.bmm(x_RD[start:end].view(block, -1, x_RD.shape[1]), weight.mT, out=y_GRN)
+            if bias_EN is not None:
+                y_GRN += bias_EN[first : first + block, None].to(y_GRN.dtype)
             start = end
         return y_RN
 
@@ -59,8 +71,9 @@ class Experts:
         y_RD = torch.empty_like(x_RD)
         expert_of_tile = [expert for expert, rows in enumerate(batch.rows_E) for _ in range(rows // TILE_ROWS)]
         for x_tile, y_tile, expert in zip(torch.split(x_RD, TILE_ROWS), torch.split(y_RD, TILE_ROWS), expert_of_tile, strict=True):
-            h_tile = gated_silu(self.arithmetic.linear(x_tile, self.gate_up_EFD[expert]))
-            y_tile.copy_(self.arithmetic.linear(h_tile, self.down_EDF[expert]))
+            gate_up_bias, down_bias = (None, None) if self.biases is None else (bias[expert] for bias in self.biases)
+            h_tile = self.arithmetic.gate(self.arithmetic.linear(x_tile, self.gate_up_EFD[expert], gate_up_bias), self.activation)
+            y_tile.copy_(self.arithmetic.linear(h_tile, self.down_EDF[expert], down_bias))
         return y_RD[batch.row_TK]
 
 

@@ -1,0 +1,190 @@
+"""Feed-forward layers, dense and with experts. In: normed activations. Out: what is to be added to the residual stream.
+
+Shapes: T tokens, D model, F width, E experts, K experts per token.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from batchgen.models.config import ConfigReader, FeedForwardSpec, check_sizes
+from batchgen.models.scope import Linear, RmsNorm, Scope
+from batchgen.moe.activation import SILU, Activation
+from batchgen.moe.expert_sum import ExpertSum
+from batchgen.moe.experts import Experts
+from batchgen.moe.router import route
+from batchgen.moe.routing import Routing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dense:
+    """Gate and up projections, activation, down projection (Shazeer 2020)."""
+
+    intermediate_size: int
+    bias: bool = False
+    activation: Activation = SILU
+    name: str = "mlp"
+
+    num_experts: ClassVar[int] = 0
+    num_experts_per_tok: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "intermediate_size")
+
+    def build(self, scope: Scope) -> "DenseLayer":
+        """The layer under its name."""
+        return DenseLayer(scope / self.name, self.intermediate_size, self.activation, self.bias)
+
+
+class DenseLayer:
+    """The layer, or an expert that all tokens share."""
+
+    def __init__(self, scope: Scope, width: int, activation: Activation, bias: bool = False):
+        self.arithmetic, self.activation = scope.arithmetic, activation
+        self.gate_up = Linear(scope, scope.hidden_size, {"gate_proj": width, "up_proj": width}, bias)
+        self.down = Linear(scope, width, {"down_proj": scope.hidden_size}, bias)
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        """[T, D]."""
+        return self.down(self.arithmetic.gate(self.gate_up(x_TD), self.activation))
+
+    def __call__(self, x_TD: Tensor) -> tuple[None, Tensor, None]:
+        """As every feed-forward layer."""
+        return None, self.hidden(x_TD), None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeNames:
+    """What a family calls the parts. A loaded model of transformers has `mlp.gate` and stacked `mlp.experts` in all."""
+
+    block: str = "mlp"
+    router: str = "gate"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    """An expert's projections."""
+    correction: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moe:
+    """A router and its experts."""
+
+    routing: Routing
+    moe_intermediate_size: int
+    """Width of an expert."""
+    activation: Activation = SILU
+    corrected: bool = False
+    """A bias takes part in the choice of experts and not in their weights (DeepSeek-V3)."""
+    wide_router: bool = False
+    """The router's product is in float32 whatever the type of weights."""
+    shared_width: int = 0
+    """Of what every token goes through beside its experts; 0: nothing."""
+    shared_gate: bool = False
+    """It is weighted by a sigmoid of its own."""
+    latent_size: int = 0
+    """Experts work in a space of this size, which tokens are projected into and back from; 0: in the model's own (Kimi-K3)."""
+    latent_norm: bool = False
+    names: MoeNames = field(default_factory=MoeNames)
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "moe_intermediate_size")
+
+    @property
+    def num_experts(self) -> int:
+        return self.routing.num_experts
+
+    @property
+    def num_experts_per_tok(self) -> int:
+        return self.routing.num_experts_per_tok
+
+    def build(self, scope: Scope) -> "MoeLayer":
+        """The layer under its block's name."""
+        return MoeLayer(self, scope)
+
+
+def read_moe(reader: ConfigReader, **family: Any) -> Moe:
+    """What most families name alike, and `family`'s own fields, which win; `num_experts`, `scoring` and the like are the routing's."""
+    routing: dict[str, Any] = {
+        "num_experts_per_tok": reader.get("num_experts_per_tok"),
+        "normalise": reader.get("norm_topk_prob", default=False),
+    }
+    names = Routing.__slots__
+    routing |= {name: value for name, value in family.items() if name in names}
+    if "num_experts" not in routing:
+        routing["num_experts"] = reader.get("num_experts", "num_local_experts", "n_routed_experts")
+    fields = {name: value for name, value in family.items() if name not in names}
+    fields.setdefault("moe_intermediate_size", reader.get("moe_intermediate_size", "intermediate_size"))
+    return Moe(routing=Routing(**routing), **fields)
+
+
+def sparse_layers(reader: ConfigReader, moe: Moe) -> list[FeedForwardSpec]:
+    """Experts in every layer, but for those that `mlp_only_layers` and `decoder_sparse_step` make dense (Qwen)."""
+    step, dense = reader.get("decoder_sparse_step", default=1), reader.get("mlp_only_layers", default=[])
+    is_sparse = [(i + 1) % step == 0 and i not in dense for i in range(reader.num_layers)]
+    return [moe if sparse else Dense(intermediate_size=reader.get("intermediate_size")) for sparse in is_sparse]
+
+
+class MoeLayer:
+    """Router, experts, and what is shared."""
+
+    def __init__(self, spec: Moe, layer: Scope):
+        self.spec, self.arithmetic = spec, layer.arithmetic
+        names, scope, hidden = spec.names, layer / spec.names.block, layer.hidden_size
+        self.router_ED = scope.tensor(spec.num_experts, hidden)
+        self.correction_E = scope.tensor(spec.num_experts, dtype=torch.float32) if spec.corrected else None
+        scope.matrices.append(self.router_ED)
+        _register_router(layer, names, self.router_ED, self.correction_E)
+        size = spec.latent_size or hidden
+        self.experts = Experts(spec.num_experts, size, spec.moe_intermediate_size, self.arithmetic, spec.activation)
+        scope.matrices.extend([self.experts.gate_up_EFD[0], self.experts.down_EDF[0]])
+        _register_experts(layer, names, self.experts)
+        self.shared = DenseLayer(scope / names.shared, spec.shared_width, spec.activation) if spec.shared_width else None
+        self.shared_gate = Linear(scope, hidden, {f"{names.shared}_gate": 1}) if spec.shared_gate else None
+        self.down = Linear(scope, hidden, {"routed_expert_down_proj": size}) if spec.latent_size else None
+        self.norm = RmsNorm(scope, "routed_expert_norm", size) if spec.latent_norm else None
+        self.up = Linear(scope, size, {"routed_expert_up_proj": hidden}) if spec.latent_size else None
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor | ExpertSum, Tensor]:
+        """The shared expert's part, the experts' part, and ids_TK."""
+        logits_TE = self.arithmetic.linear(x_TD, self.router_ED, wide=self.spec.wide_router)
+        ids_TK, weights_TK = route(self.arithmetic, logits_TE, self.spec.routing, self.correction_E)
+        shared_TD = None if self.shared is None else self._share(self.shared.hidden(x_TD), x_TD)
+        if self.down is None or self.up is None:
+            return shared_TD, self.experts(x_TD, ids_TK, weights_TK), ids_TK
+        sum_TD = self.experts(self.down(x_TD), ids_TK, weights_TK)
+        sum_TD = sum_TD.total() if isinstance(sum_TD, ExpertSum) else sum_TD
+        return shared_TD, self.up(sum_TD if self.norm is None else self.norm(sum_TD)), ids_TK
+
+    def _share(self, shared_TD: Tensor, x_TD: Tensor) -> Tensor:
+        if self.shared_gate is None:
+            return shared_TD
+        logits_T1 = self.shared_gate(x_TD)
+        # a softmax, which torch computes row by row: the last bits of an elementwise sigmoid depend on the place in the tensor
+        return shared_TD * torch.cat((logits_T1, torch.zeros_like(logits_T1)), dim=1).softmax(1)[:, :1]
+
+
+def _register_router(layer: Scope, names: MoeNames, router_ED: Tensor, correction_E: Tensor | None) -> None:
+    own = [(f"{names.block}.{names.router}.weight", "mlp.gate.weight", router_ED)]
+    if correction_E is not None:
+        own.append((f"{names.block}.{names.correction}", "mlp.gate.e_score_correction_bias", correction_E))
+    for name, common, view in own:
+        if name == common:
+            layer.register(name, view)
+        else:
+            layer.register(common, view, covers=[layer.slot(name, view)])
+
+
+def _register_experts(layer: Scope, names: MoeNames, experts: Experts) -> None:
+    """One by one as checkpoints have them, and stacked as transformers holds them."""
+    gate_EFD, up_EFD = experts.gate_up_EFD.chunk(2, dim=1)
+    scope = layer / names.block / "experts"
+
+    def one_by_one(parts: dict[str, Tensor]) -> list[object]:
+        return [scope.slot(f"{e}.{name}.weight", part[e]) for e in range(experts.num_experts) for name, part in parts.items()]
+
+    layer.register("mlp.experts.gate_up_proj", experts.gate_up_EFD, covers=one_by_one({names.gate: gate_EFD, names.up: up_EFD}))
+    layer.register("mlp.experts.down_proj", experts.down_EDF, covers=one_by_one({names.down: experts.down_EDF}))
