@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from batchgen.chat import ChatPrompt
     from batchgen.config import EngineConfig
     from batchgen.engine import Engine
     from batchgen.errors import BatchGenError, ErrorInfo, RequestError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from batchgen.sampling_params import SamplingParams
 
 _HOME = {
+    "ChatPrompt": "batchgen.chat",
     "LLM": "batchgen.llm",
     "Engine": "batchgen.engine",
     "EngineConfig": "batchgen.config",
@@ -25,7 +27,7 @@ _HOME = {
     "RequestError": "batchgen.errors",
     "ErrorInfo": "batchgen.errors",
 }
-__all__ = ["LLM", "BatchGenError", "Engine", "EngineConfig", "ErrorInfo", "Group", "RequestError", "Sample", "SamplingParams"]
+__all__ = ["LLM", "BatchGenError", "ChatPrompt", "Engine", "EngineConfig", "ErrorInfo", "Group", "RequestError", "Sample", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from batchgen.chat import check_template_kwargs, check_tools
 from batchgen.config import EngineConfig
 from batchgen.engine import Engine, UpdatePolicy
 from batchgen.errors import ErrorInfo, RequestError, WeightUpdateError
@@ -12,9 +13,7 @@ from batchgen.events import PromptScored, SampleFinished
 from batchgen.outputs import Group, GroupBuilder, Sample
 from batchgen.request import Request, sample_seed, seed_base
 from batchgen.sampling_params import SamplingParams
-
-Prompt = list[int] | str | list[dict[str, Any]]
-"""Token ids, text, or chat messages."""
+from batchgen.text.prompts import Prompt, prompt_ids
 
 
 class LLM:
@@ -33,16 +32,21 @@ class LLM:
         prompts: Iterable[Prompt],
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_sample: Callable[[int, Sample], None] | None = None,
     ) -> list[Group]:
         """Finish the whole batch. A prompt that cannot be served gets samples with finish_reason `error`; the others go on.
 
+        `tools` (OpenAI function schemas) and `chat_template_kwargs` (`enable_thinking`, `reasoning_effort`, ...: what the model's
+        template reads) are for every chat that brings none of its own in a ChatPrompt; prompts of ids or text fail with them.
         `on_sample(prompt index, sample)` is called as each sample finishes. The k-th prompt that this LLM ever got has run seed and
         k as its seed, so a repeated call draws new samples and a repeated program draws the same.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a list of prompts; wrap a single one in a list")
         prompts = list(prompts)
+        tools, kwargs = check_tools(tools), check_template_kwargs(chat_template_kwargs)
         params = params or SamplingParams()
         each = params if isinstance(params, list) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -55,7 +59,7 @@ class LLM:
             base = seed_base(self.engine.config.seed, request_id, wanted)
             ids: list[int] = []
             try:
-                ids = self.encode(prompt)
+                ids = prompt_ids(self.engine.tokenizer, prompt, tools, kwargs)
                 self.engine.submit(
                     Request(
                         request_id=request_id, prompt_token_ids=ids, params=wanted, sample_indices=list(range(wanted.n)), seed_base=base
@@ -78,22 +82,15 @@ class LLM:
                     group.prompt_logprobs, group.prompt_top_logprobs = event.prompt_logprobs, event.prompt_top_logprobs
         return [group for group in groups if group is not None]
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(
+        self, prompt: Prompt, tools: list[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of a prompt. Raises RequestError when text or messages come without a tokenizer.
 
         Names of control tokens (`<|im_end|>`) in a text or a message are ordinary text, so that what a user wrote cannot close its
         turn. For a text that you rendered with a template yourself, pass `llm.engine.tokenizer.encode(text, parse_special=True)`.
         """
-        if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
-            return list(prompt)  # type: ignore[arg-type]
-        tokenizer = self.engine.tokenizer
-        if not isinstance(prompt, str | list):
-            raise RequestError(f"a prompt is token ids, text or chat messages, got {type(prompt).__name__}", code="invalid_prompt")
-        if tokenizer is None:
-            raise RequestError("the model folder has no tokenizer; give token ids", code="no_tokenizer")
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt)
-        return tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+        return prompt_ids(self.engine.tokenizer, prompt, check_tools(tools), check_template_kwargs(chat_template_kwargs))
 
     def update_weights(
         self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], version: int, policy: UpdatePolicy = "finish"

@@ -44,7 +44,18 @@ WITHOUT_TORCH = (
     "weights_sync.messages",
 )
 PUBLIC = {
-    "batchgen": ["LLM", "BatchGenError", "Engine", "EngineConfig", "ErrorInfo", "Group", "RequestError", "Sample", "SamplingParams"],
+    "batchgen": [
+        "LLM",
+        "BatchGenError",
+        "ChatPrompt",
+        "Engine",
+        "EngineConfig",
+        "ErrorInfo",
+        "Group",
+        "RequestError",
+        "Sample",
+        "SamplingParams",
+    ],
     "rollout": [
         "AdminError",
         "AsyncRolloutClient",

@@ -13,11 +13,13 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from batchgen.chat import RESERVED, parse_arguments
 from batchgen.errors import RequestError
 
 MAX_RENDERED_CHARS = 1 << 24
@@ -30,6 +32,8 @@ MAX_NODES = 1 << 20
 """Most values inside the messages, tools and variables of one prompt."""
 
 _LONG_NUMBER = re.compile(r"\d{5}")
+_ALIASES = {"enable_thinking": "thinking", "thinking": "enable_thinking"}
+_THINKING_OF_MESSAGE = re.compile(r"message\.thinking\b|message\[['\"]thinking['\"]\]")
 
 
 class ChatTemplate:
@@ -49,6 +53,8 @@ class ChatTemplate:
         variables: dict[str, Any] | None = None,
     ) -> str:
         """The prompt's text. Raises RequestError(code `chat_template`) for whatever the template refuses or does wrong."""
+        if self._says_thinking:
+            messages = [_renamed(message, "reasoning_content", "thinking") for message in messages]
         names = {
             **self._special_tokens,
             **(variables or {}),
@@ -68,14 +74,99 @@ class ChatTemplate:
             raise RequestError(f"the chat template refused these messages: {error}", code="chat_template") from error
         return "".join(parts)
 
+    def settle(self, variables: dict[str, Any], tools: bool) -> dict[str, Any]:
+        """The variables under the names this template reads: `enable_thinking` and `thinking` stand for one another.
+
+        Raises RequestError for one that the template never reads, or that would hide a name of its own, and for tools it never reads.
+        """
+        reads, own = self._reads
+        if tools and "tools" not in reads:
+            raise RequestError("this model's chat template never reads tools, so the model would not see them", code="no_tools_in_template")
+        settled: dict[str, Any] = {}
+        for name, value in variables.items():
+            if name in own or name in RESERVED:
+                raise RequestError(
+                    f"chat_template_kwargs cannot set {name!r}, a name of the template's own", code="invalid_template_kwargs"
+                )
+            target = name if name in reads else _ALIASES.get(name, name)
+            if target not in reads:
+                known = ", ".join(sorted(reads - own - RESERVED)) or "none"
+                message = f"this model's chat template never reads {name!r}, so it would change nothing; it reads: {known}"
+                raise RequestError(message, code="unknown_template_kwarg")
+            if settled.setdefault(target, value) != value:
+                raise RequestError(f"{name} and {target} are the same control with two values; give one", code="invalid_template_kwargs")
+        return settled
+
+    @cached_property
+    def _reads(self) -> tuple[frozenset[str], frozenset[str]]:
+        """(variables that the template looks up, those that are not a request's to set)."""
+        environment = self._template.environment
+        own = frozenset(environment.globals) | frozenset(self._special_tokens)
+        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(self.source))), own
+
+    @cached_property
+    def _says_thinking(self) -> bool:
+        """Whether an earlier turn's reasoning is called `thinking` here (gpt-oss) and not `reasoning_content`."""
+        return "reasoning_content" not in self.source and bool(_THINKING_OF_MESSAGE.search(self.source))
+
     @cached_property
     def _template(self) -> jinja2.Template:
+        try:
+            return self._environment().from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise RequestError(f"the model's chat template is not valid: {error}", code="chat_template") from error
+
+    def _environment(self) -> jinja2.Environment:
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
         environment.filters = {name: _guarded(function) for name, function in environment.filters.items()}
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: self._now().strftime(form)
-        return environment.from_string(self.source)
+        return environment
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object to templates that want one, and the text as it was to those that print or join it."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __add__(self, other: Any) -> str:
+        return self.text + str(other)
+
+    def __radd__(self, other: Any) -> str:
+        return str(other) + self.text
+
+
+def with_arguments(messages: list[dict[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Copies of the messages, every string changed; arguments of calls become Arguments where their text is a JSON object.
+
+    They are parsed before the change: an escape in the JSON could spell what the text does not show.
+    """
+    copies: list[dict[str, Any]] = []
+    for message in messages:
+        copy = map_strings(message, change)
+        for call, original in zip(_functions(copy), _functions(message), strict=True):
+            given = original.get("arguments")
+            value = parse_arguments(given) if isinstance(given, str) else given
+            if isinstance(value, dict):
+                arguments = Arguments(map_strings(value, change))
+                arguments.text = change(given) if isinstance(given, str) else json.dumps(arguments, ensure_ascii=False)
+                call["arguments"] = arguments
+        copies.append(copy)
+    return copies
+
+
+def _functions(message: dict[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list | tuple) else []
+    return [call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+
+
+def _renamed(message: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    return {new if key == old and new not in message else key: value for key, value in message.items()}
 
 
 def check_messages(messages: Any) -> None:
@@ -197,7 +288,9 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    """Plain JSON as Hugging Face offers it; Jinja's own filter would escape for HTML."""
+    """Plain JSON as Hugging Face offers it; Jinja's own filter would escape for HTML. A call's arguments keep their spelling."""
+    if isinstance(value, Arguments) and not ensure_ascii and indent is None and separators is None and not sort_keys:
+        return value.text
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

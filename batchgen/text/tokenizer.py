@@ -16,7 +16,8 @@ from typing import Any
 import tokenizers
 
 from batchgen.errors import ModelError, RequestError
-from batchgen.text.chat_template import ChatTemplate, check_messages, map_strings
+from batchgen.text import kimi_k3
+from batchgen.text.chat_template import ChatTemplate, check_messages, map_strings, with_arguments
 from batchgen.text.pieces import token_pieces
 from batchgen.text.tiktoken_files import tiktoken_spec
 
@@ -34,8 +35,12 @@ class Tokenizer:
         chat_templates: dict[str, str] | None = None,
         num_ids: int = 0,
         guard_added: bool = False,
+        kimi_k3_chat: bool = False,
     ):
-        """`guard_added`: no added token is made from a user's text, also those that decode shows."""
+        """`guard_added`: no added token is made from a user's text, also those that decode shows.
+
+        `kimi_k3_chat`: without a template, chats are encoded in Kimi-K3's format.
+        """
         config = config or {}
         self._num_ids = num_ids
         self.named_tokens = {name: text for name in _NAMED_TOKENS if (text := _content(config.get(name)))}
@@ -60,6 +65,10 @@ class Tokenizer:
         named_eos = self._vocab.get(self.named_tokens.get("eos_token", ""))
         self.eos_token_ids = list(dict.fromkeys([*eos_token_ids, *([] if named_eos is None else [named_eos])]))
         """Ids that end a sample: generation_config.json's (else config.json's), then the tokenizer's own."""
+        self._kimi_k3_chat = kimi_k3_chat and not chat_templates
+        if self._kimi_k3_chat:
+            kimi_k3.check_tokens(self._vocab, "the tokenizer")
+            self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, self._vocab[kimi_k3.END]]))
         self._templates = {name: ChatTemplate(text, self.named_tokens) for name, text in (chat_templates or {}).items()}
 
     @classmethod
@@ -75,14 +84,14 @@ class Tokenizer:
         if spec is None:
             return None
         config = (_read_json(folder / "special_tokens_map.json") or {}) | config
-        eos: Any = None
-        for name in ("generation_config.json", "config.json"):
-            if eos is None:
-                eos = (_read_json(folder / name) or {}).get("eos_token_id")
+        model = _read_json(folder / "config.json") or {}
+        eos: Any = (_read_json(folder / "generation_config.json") or {}).get("eos_token_id")
+        eos = model.get("eos_token_id") if eos is None else eos
         eos = [eos] if isinstance(eos, int) else eos or []
         if not all(type(token) is int for token in eos):
             raise ModelError(f"{folder}: eos_token_id is an integer or a list of integers, got {eos!r:.100}")
-        return cls(spec, config, eos, _read_templates(folder, config), num_ids, guard_added=ranked)
+        chat_k3 = model.get("model_type") == "kimi_k3"
+        return cls(spec, config, eos, _read_templates(folder, config), num_ids, guard_added=ranked or chat_k3, kimi_k3_chat=chat_k3)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of a text. `add_special_tokens`: what the tokenizer puts around a text (often BOS, often nothing).
@@ -117,19 +126,36 @@ class Tokenizer:
         """Ids of a chat. `variables` reach the template (`enable_thinking=False`). Raises RequestError.
 
         Equal to transformers' `apply_chat_template(..., tokenize=True)` unless a message contains the name of a control token: that
-        stays text here.
+        stays text here. Variables that the template never reads are refused, and so are tools.
         """
         check_messages(messages)
-        template = self._templates.get("tool_use" if tools and "tool_use" in self._templates else "default")
+        if self._kimi_k3_chat:
+            return self._encode_k3(messages, tools, add_generation_prompt, variables)
+        for_tools = bool(tools) and "tool_use" in self._templates
+        template = self._templates.get("tool_use" if for_tools else "default")
         if template is None:
             raise RequestError("the model folder has no chat template; give text or token ids", code="no_chat_template")
-        values = {"messages": messages, "tools": tools, "variables": variables}
-        seam = self._new_seam(values)
-        values = map_strings(values, lambda text: self._break_special(text, seam))
+        variables = template.settle(variables, bool(tools) and not for_tools)
+        seam = self._new_seam([messages, with_arguments(messages, str), tools, variables])
+        guarded = map_strings({"tools": tools, "variables": variables}, lambda text: self._break_special(text, seam))
         rendered = template.render(
-            values["messages"], tools=values["tools"], add_generation_prompt=add_generation_prompt, variables=values["variables"]
+            with_arguments(messages, lambda text: self._break_special(text, seam)),
+            tools=guarded["tools"],
+            add_generation_prompt=add_generation_prompt,
+            variables=guarded["variables"],
         )
         return self._encode_rendered(rendered.split(seam))
+
+    def _encode_k3(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool, variables: dict[str, Any]
+    ) -> list[int]:
+        ids: list[int] = []
+        for segment in kimi_k3.render(with_arguments(messages, str), tools, add_generation_prompt, variables):
+            if isinstance(segment, kimi_k3.Token):
+                ids.append(self._vocab[segment.name])
+            else:
+                ids += self._spell(segment, self._plain)
+        return ids
 
     def bad_word_ids(self, words: Iterable[str]) -> list[list[int]]:
         """Token sequences that spell each word inside a text: as written, and after a space unless it starts with one."""

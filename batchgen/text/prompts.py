@@ -1,0 +1,50 @@
+"""Prompts to token ids. In: token ids, text, messages or a ChatPrompt, and a tokenizer. Out: ids. Never imports torch."""
+
+from typing import Any, Protocol
+
+from batchgen.chat import ChatPrompt, check_messages, check_template_kwargs, check_tools, template_message
+from batchgen.errors import RequestError
+
+Prompt = list[int] | str | list[dict[str, Any]] | ChatPrompt
+"""Token ids, text, chat messages, or a chat with tools and template controls of its own."""
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a Tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, **variables: Any) -> list[int]: ...
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is messages or a ChatPrompt."""
+    return isinstance(prompt, ChatPrompt) or (isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict))
+
+
+def prompt_ids(tokenizer: ChatTokenizer | None, prompt: Any, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> list[int]:
+    """The ids of a prompt. `tools` and `kwargs`, checked, are for a chat that says nothing itself. RequestError for what cannot be one."""
+    if not is_chat(prompt):
+        if tools or kwargs:
+            raise misplaced(prompt, "tools" if tools else "chat_template_kwargs")
+        if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:
+            return list(prompt)
+        if not isinstance(prompt, str):
+            message = f"a prompt is a list of token ids, text or chat messages, got {prompt!r:.100}"
+            raise RequestError(message, code="invalid_prompt")
+    if tokenizer is None:
+        raise RequestError("the model folder has no tokenizer, so only token ids can be served; give ids", code="no_tokenizer")
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, ChatPrompt):
+        tools = tools if prompt.tools is None else check_tools(prompt.tools)
+        kwargs = kwargs if prompt.chat_template_kwargs is None else check_template_kwargs(prompt.chat_template_kwargs)
+        prompt = prompt.messages
+    messages = [template_message(message) for message in check_messages(prompt)]
+    return tokenizer.apply_chat_template(messages, tools=tools, **kwargs)
+
+
+def misplaced(prompt: Any, what: str) -> RequestError:
+    """The refusal of tools or template kwargs with a prompt that nothing would put them into."""
+    kind = "text" if isinstance(prompt, str) else "token ids"
+    return RequestError(f"{what} go with chat messages: nothing puts them into a prompt of {kind}", code="tools_need_chat")
