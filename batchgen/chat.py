@@ -147,6 +147,8 @@ def _message(where: str, message: Any) -> Message:
     for alias in ("reasoning", "thinking"):
         if alias in given:
             given.setdefault("reasoning_content", given.pop(alias))
+    if "content" not in given and given["role"] != "assistant":
+        raise _wrong("messages", f"{where} has no content; only an assistant turn may have none")
     given["content"] = _text(where, given.get("content", ""))
     if "tool_calls" in given:
         given["tool_calls"] = _calls(where, given["tool_calls"])

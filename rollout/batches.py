@@ -6,11 +6,14 @@ text (UTF-8, all text and chat prompts one after the other).
 
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from batchgen.chat import Message, check_template_kwargs, check_tools
+from batchgen.errors import BatchGenError
 from batchgen.sampling_params import SamplingParams
 from rollout import limits
 from rollout.errors import ProtocolError
@@ -19,17 +22,33 @@ from rollout.wire import AssignHead, PromptKind, RequestHead, frame_sizes
 ID_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
 _raw_list = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(max_length=limits.MAX_PARAMS_PER_SUBMIT)])
-_params = msgspec.msgpack.Decoder(SamplingParams)
+_NOTHING = msgspec.Raw()
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One turn of a chat prompt."""
+class ChatOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What goes with a chat prompt; only a node looks inside."""
 
-    role: str
-    content: str
+    tools: msgspec.Raw = _NOTHING
+    template_kwargs: msgspec.Raw = _NOTHING
 
 
-_chat = msgspec.json.Decoder(Annotated[list[ChatMessage], Meta(min_length=1, max_length=limits.MAX_CHAT_MESSAGES)])
+class RequestParams(SamplingParams, frozen=True, kw_only=True):
+    """One entry of the params frame: SamplingParams, and `chat` where chat prompts need more than their messages."""
+
+    chat: ChatOptions | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A params entry, unpacked."""
+
+    params: SamplingParams
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+_params = msgspec.msgpack.Decoder(RequestParams)
+_chat = msgspec.json.Decoder(Annotated[list[Message], Meta(min_length=1, max_length=limits.MAX_CHAT_MESSAGES)])
 
 
 class Batch:
@@ -107,20 +126,52 @@ def _prompts(heads: Sequence[RequestHead] | Sequence[AssignHead], frames: Sequen
             yield bytes(text[text_at : (text_at := text_at + head.length)])
 
 
-def encode_params(params: SamplingParams) -> bytes:
-    """ProtocolError when the parameters alone are too long for a message."""
-    encoded = _encoder.encode(params)
+def encode_params(
+    params: SamplingParams, tools: list[dict[str, Any]] | None = None, template_kwargs: dict[str, Any] | None = None
+) -> bytes:
+    """An entry of the params frame. ProtocolError when the parameters alone are too long for a message."""
+    fields: SamplingParams | dict[str, Any] = params
+    if tools or template_kwargs:
+        options = {name: value for name, value in (("tools", tools), ("template_kwargs", template_kwargs)) if value}
+        fields = {**msgspec.to_builtins(params), "chat": options}
+    encoded = _encoder.encode(fields)
     if len(encoded) > limits.MAX_PARAMS_BYTES // 2:
         raise ProtocolError(f"sampling parameters have {len(encoded)} bytes, the limit is {limits.MAX_PARAMS_BYTES // 2}")
     return encoded
 
 
 def decode_params(encoded: bytes) -> SamplingParams:
-    """The checked parameters. ProtocolError names the field."""
+    """The checked sampling parameters of an entry; what goes with a chat is not opened. ProtocolError names the field."""
+    return _sampling(_entry(encoded))
+
+
+def decode_asked(encoded: bytes) -> Asked:
+    """All of an entry, checked. ProtocolError with the code of what is wrong."""
+    entry = _entry(encoded)
+    chat = entry.chat or ChatOptions()
+    try:
+        tools, kwargs = check_tools(_open(chat.tools)), check_template_kwargs(_open(chat.template_kwargs))
+        return Asked(params=_sampling(entry), tools=tools, template_kwargs=kwargs)
+    except BatchGenError as error:
+        raise ProtocolError(error.message, code=error.code) from None
+
+
+def _entry(encoded: bytes) -> RequestParams:
     try:
         return _params.decode(encoded)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"sampling parameters are invalid: {error}", code="invalid_params") from None
+
+
+def _sampling(entry: RequestParams) -> SamplingParams:
+    return msgspec.convert(entry, SamplingParams, from_attributes=True)
+
+
+def _open(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.msgpack.decode(raw) if len(memoryview(raw)) else None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"tools and template_kwargs are plain values: {error}", code="invalid_params") from None
 
 
 def encode_ids(token_ids: Sequence[int]) -> bytes:
@@ -136,11 +187,10 @@ def decode_ids(prompt: bytes) -> list[int]:
     return ids
 
 
-def decode_chat(prompt: bytes) -> list[dict[str, str]]:
-    """Chat messages as role/content dicts. ProtocolError when it is not a JSON array of them or too long."""
+def decode_chat(prompt: bytes) -> list[Message]:
+    """Chat messages. ProtocolError when it is not a JSON array of them or too long."""
     try:
-        messages = _chat.decode(prompt)
+        return _chat.decode(prompt)
     except (msgspec.MsgspecError, RecursionError) as error:
-        what = f"a JSON array of 1 to {limits.MAX_CHAT_MESSAGES} {{role, content}}"
+        what = f"a JSON array of 1 to {limits.MAX_CHAT_MESSAGES} messages"
         raise ProtocolError(f"a chat prompt is {what}: {error}", code="invalid_prompt") from None
-    return [{"role": message.role, "content": message.content} for message in messages]

@@ -2,21 +2,23 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from batchgen.chat import ChatPrompt, check_messages, check_template_kwargs, check_tools
+from batchgen.errors import RequestError
 from batchgen.outputs import Group, Sample
 from batchgen.sampling_params import SamplingParams
+from batchgen.text.prompts import Prompt, is_chat, misplaced
 from rollout import limits
-from rollout.batches import ChatMessage, encode_ids, encode_params
+from rollout.batches import encode_ids, encode_params
 from rollout.client_core import OpenRequest
 from rollout.errors import ProtocolError
 from rollout.results import Finished, Progress
 from rollout.wire import PromptKind
 
-Prompt = list[int] | str | list[dict[str, Any]]
-"""Token ids, text, or chat messages."""
 ProgressCallback = Callable[[int, int], None]
 """progress(finished samples, all samples)"""
 
@@ -33,16 +35,30 @@ class Call:
         self._num_samples = num_samples
         self._num_finished = 0
         self._progress = progress
-        self._encoded: dict[int, bytes] = {}
+        self._entries: dict[tuple[int, int, int], tuple[Any, bytes]] = {}
+        self._equal: dict[bytes, bytes] = {}
         if not num_prompts:
             self.done.set_result([])
 
-    def encoded(self, params: SamplingParams) -> bytes:
-        """The wire form of one of the call's parameters, made once. ProtocolError."""
-        found = self._encoded.get(id(params))
-        if found is None:
-            found = self._encoded[id(params)] = encode_params(params)
-        return found
+    def entry(self, params: SamplingParams, asks: "Asks", prompt: Prompt) -> bytes:
+        """The params entry of one of the call's prompts; equal ones are one object. ProtocolError, RequestError."""
+        tools, kwargs = asks.tools, asks.template_kwargs
+        if isinstance(prompt, ChatPrompt):
+            tools = tools if prompt.tools is None else prompt.tools
+            kwargs = kwargs if prompt.chat_template_kwargs is None else prompt.chat_template_kwargs
+        elif (tools or kwargs) and not is_chat(prompt):
+            raise misplaced(prompt, "tools" if tools else "chat_template_kwargs")
+        key = (id(params), id(tools), id(kwargs))
+        held = self._entries.get(key)
+        if held is None:
+            encoded = encode_params(params, check_tools(tools), check_template_kwargs(kwargs))
+            held = self._entries[key] = (params, tools, kwargs), self._equal.setdefault(encoded, encoded)
+        return held[1]
+
+    def all_added(self) -> None:
+        """No further entry is asked for: forget the caller's objects."""
+        self._entries.clear()
+        self._equal.clear()
 
     def progress(self, request: OpenRequest, index: int, start: int, ids: list[int], logprobs: list[float], text: str) -> None:
         if self.events is not None:
@@ -73,6 +89,19 @@ class Call:
             self.events.put_nowait(None)
 
 
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """What one call says for each of its chats that says nothing itself."""
+
+    tools: list[dict[str, Any]] | None
+    template_kwargs: dict[str, Any]
+
+    @classmethod
+    def check(cls, tools: Any, template_kwargs: Any) -> "Asks":
+        """RequestError, before any work, for what no chat could be asked with."""
+        return cls(check_tools(tools), check_template_kwargs(template_kwargs))
+
+
 def check_params(prompts: list[Prompt], params: SamplingParams | list[SamplingParams] | None) -> list[SamplingParams]:
     """One SamplingParams for each prompt. ValueError when the numbers differ."""
     if not isinstance(params, list):
@@ -87,12 +116,12 @@ def encode_prompt(prompt: Prompt) -> tuple[PromptKind, bytes]:
     if isinstance(prompt, str):
         kind: PromptKind = "text"
         encoded = prompt.encode("utf-8", "surrogatepass")
-    elif _is_chat(prompt):
+    elif is_chat(prompt):
         kind = "chat"
         try:
-            encoded = msgspec.json.encode(msgspec.convert(prompt, list[ChatMessage]))
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"chat messages are dicts with role and content, both text: {error}", code="invalid_prompt") from None
+            encoded = msgspec.json.encode(check_messages(prompt.messages if isinstance(prompt, ChatPrompt) else prompt))
+        except (RequestError, UnicodeEncodeError) as error:
+            raise ProtocolError(str(error), code="invalid_prompt") from None
     else:
         kind = "ids"
         encoded = encode_ids(prompt)  # type: ignore[arg-type]
@@ -101,10 +130,6 @@ def encode_prompt(prompt: Prompt) -> tuple[PromptKind, bytes]:
     if kind != "ids" and len(encoded) > limits.MAX_TEXT_BYTES:
         raise ProtocolError(f"prompt has {len(encoded)} bytes of text, the wire takes {limits.MAX_TEXT_BYTES}", code="prompt_too_long")
     return kind, encoded
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def as_list(prompts: Iterable[Prompt]) -> list[Prompt]:

@@ -5,7 +5,7 @@ RolloutClient (client_sync.py) is the same client on a background thread.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -14,17 +14,18 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from batchgen.errors import ErrorInfo
+from batchgen.errors import BatchGenError, ErrorInfo
 from batchgen.events import ModelFacts
 from batchgen.outputs import Group
 from batchgen.request import seed_base
 from batchgen.sampling_params import SamplingParams
+from batchgen.text.prompts import Prompt
 from rollout import admin_wire, limits, sockets, wire
-from rollout.calls import Call, ProgressCallback, Prompt, as_list, check_params, encode_prompt
+from rollout.calls import Asks, Call, ProgressCallback, as_list, check_params, encode_prompt
 from rollout.client_admin import AdminConnection
 from rollout.client_core import ClientCore, OpenRequest
 from rollout.client_link import Link
-from rollout.errors import ClosedError, ConnectError, DeadlineError, ProtocolError, RolloutError, ServiceLostError
+from rollout.errors import ClosedError, ConnectError, DeadlineError, RolloutError, ServiceLostError
 from rollout.results import Finished, Health, Progress, ServiceStats
 from rollout.security import ClientKeys
 
@@ -150,14 +151,19 @@ class AsyncRolloutClient:
     # ---- generation ------------------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *, timeout_s: float | None = None,
+        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *,
+        tools: list[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None, timeout_s: float | None = None,
         progress: ProgressCallback | None = None,
     ) -> list[Group]:  # fmt: skip
-        """All groups, in the prompts' order. A prompt is a list of token ids, a string, or chat messages.
+        """All groups, in the prompts' order. A prompt is a list of token ids, a string, chat messages, or a ChatPrompt.
 
-        Raises DeadlineError after timeout_s (everything unfinished is cancelled), ServiceLostError, ClosedError.
+        `tools` (OpenAI function schemas) and `chat_template_kwargs` (`enable_thinking`, `reasoning_effort`, ...: what the model's
+        template reads) are for every chat that brings none of its own; prompts of ids or text fail with them.
+
+        Raises RequestError for tools or kwargs that no chat could have, DeadlineError after timeout_s (everything unfinished is
+        cancelled), ServiceLostError, ClosedError.
         """
-        call = await self._start(prompts, params, progress=progress)
+        call = await self._start(prompts, params, Asks.check(tools, chat_template_kwargs), progress=progress)
         try:
             async with asyncio.timeout(timeout_s):
                 return await call.done
@@ -167,11 +173,12 @@ class AsyncRolloutClient:
             self._finish(call)
 
     async def stream(
-        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *, timeout_s: float | None = None,
+        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *,
+        tools: list[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None, timeout_s: float | None = None,
         tokens: bool = True,
     ) -> AsyncIterator[Progress | Finished]:  # fmt: skip
         """Events as they happen: Progress for new tokens (if `tokens`), Finished for each sample. Leaving the loop cancels the rest."""
-        call = await self._start(prompts, params, events=True, tokens=tokens)
+        call = await self._start(prompts, params, Asks.check(tools, chat_template_kwargs), events=True, tokens=tokens)
         events = call.events
         if events is None:
             raise RuntimeError("a stream has no queue")
@@ -190,9 +197,12 @@ class AsyncRolloutClient:
         finally:
             self._finish(call)
 
-    async def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Handle:
+    async def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Handle:  # fmt: skip
         """Start one prompt and return at once."""
-        call = await self._start([prompt], params)
+        call = await self._start([prompt], params, Asks.check(tools, chat_template_kwargs))
         call.done.add_done_callback(lambda _: self._calls.discard(call))
         return Handle(self, call)
 
@@ -270,8 +280,8 @@ class AsyncRolloutClient:
     # ---- calls ---------------------------------------------------------------------------------------------------------------
 
     async def _start(
-        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None, *, progress: ProgressCallback | None = None,
-        events: bool = False, tokens: bool = False,
+        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None, asks: Asks, *,
+        progress: ProgressCallback | None = None, events: bool = False, tokens: bool = False,
     ) -> Call:  # fmt: skip
         prompts = as_list(prompts)
         each = check_params(prompts, params)
@@ -281,7 +291,7 @@ class AsyncRolloutClient:
         first = self._core.reserve(len(prompts))
         try:
             for position, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-                self._add(call, first + position, position, prompt, wanted, tokens)
+                self._add(call, first + position, position, prompt, wanted, asks, tokens)
                 if position % BREATH == BREATH - 1:
                     self._flush()
                     await asyncio.sleep(0)
@@ -290,18 +300,19 @@ class AsyncRolloutClient:
             raise
         finally:
             self._core.release(first)
+            call.all_added()
         self._flush_soon()
         return call
 
-    def _add(self, call: Call, number: int, position: int, prompt: Prompt, wanted: SamplingParams, tokens: bool) -> None:
+    def _add(self, call: Call, number: int, position: int, prompt: Prompt, wanted: SamplingParams, asks: Asks, tokens: bool) -> None:
         """Make a request of a prompt; one that cannot be sent ends here, in error samples."""
         error: ErrorInfo | None = None
         kind: wire.PromptKind = "ids"
         data = params = b""
         try:
             kind, data = encode_prompt(prompt)
-            params = call.encoded(wanted)
-        except ProtocolError as fault:
+            params = call.entry(wanted, asks, prompt)
+        except BatchGenError as fault:
             error = fault.info()
         request = OpenRequest(
             request_id=number, label=f"{self.session[:8]}-{number}", kind=kind, prompt=data, params=params, n=wanted.n,

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from os import getpid
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar
 from batchgen.events import ModelFacts
 from batchgen.outputs import Group
 from batchgen.sampling_params import SamplingParams
-from rollout.calls import ProgressCallback, Prompt
+from batchgen.text.prompts import Prompt
+from rollout.calls import ProgressCallback
 from rollout.client import AsyncRolloutClient, Handle
 from rollout.errors import ClosedError
 from rollout.results import Finished, Health, Progress, ServiceStats
@@ -101,18 +102,25 @@ class RolloutClient:
         return self._run(self._client.wait_ready(timeout_s))
 
     def generate(
-        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *, timeout_s: float | None = None,
+        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *,
+        tools: list[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None, timeout_s: float | None = None,
         progress: ProgressCallback | None = None,
     ) -> list[Group]:  # fmt: skip
         """All groups, in the prompts' order."""
-        return self._run(self._client.generate(prompts, params, timeout_s=timeout_s, progress=progress))
+        work = self._client.generate(
+            prompts, params, tools=tools, chat_template_kwargs=chat_template_kwargs, timeout_s=timeout_s, progress=progress
+        )
+        return self._run(work)
 
     def stream(
-        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *, timeout_s: float | None = None,
+        self, prompts: Iterable[Prompt], params: SamplingParams | list[SamplingParams] | None = None, *,
+        tools: list[dict[str, Any]] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None, timeout_s: float | None = None,
         tokens: bool = True,
     ) -> Iterator[Progress | Finished]:  # fmt: skip
         """Events as they happen. Leaving the loop cancels the rest."""
-        events = self._client.stream(prompts, params, timeout_s=timeout_s, tokens=tokens)
+        events = self._client.stream(
+            prompts, params, tools=tools, chat_template_kwargs=chat_template_kwargs, timeout_s=timeout_s, tokens=tokens
+        )
         try:
             while True:
                 event = self._run(_next(events))
@@ -123,8 +131,11 @@ class RolloutClient:
             if not self._closed:
                 self._run(_close(events))
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> SyncHandle:
-        return SyncHandle(self, self._run(self._client.submit(prompt, params)))
+    def submit(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> SyncHandle:  # fmt: skip
+        return SyncHandle(self, self._run(self._client.submit(prompt, params, tools=tools, chat_template_kwargs=chat_template_kwargs)))
 
     def update_weights(
         self, named_tensors: Any, version: int, policy: Literal["finish", "abort", "continue"] = "finish", *, timeout_s: float = 300.0

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from batchgen.errors import ErrorInfo, RequestError
 from batchgen.events import EngineStats, ModelFacts, PromptScored, SampleFinished, SampleProgress, WeightsCommitted
 from batchgen.request import Request, sample_seed
+from batchgen.text.prompts import Prompt, is_chat, prompt_ids
+from rollout.batches import Asked
 from rollout.results import error_sample, pack_progress, pack_prompt, pack_sample
 from rollout.wire import ResultItem
 from weights_sync import messages as weights
@@ -47,7 +49,6 @@ class EngineLike(Protocol):
 
 
 EngineFactory = Callable[[], EngineLike]
-Prompt = str | list[dict[str, str]] | list[int]
 
 
 class Results(list[tuple[ResultItem, bytes]]):
@@ -117,8 +118,8 @@ class EngineThread:
 
     # ---- posted from the node's loop -------------------------------------------------------------------------------------
 
-    def submit(self, part: int, prompt: Prompt, params: Any, seed_base: int, indices: list[int], stream: bool) -> None:
-        self._posts.put(lambda: self._submit(part, prompt, params, seed_base, indices, stream))
+    def submit(self, part: int, prompt: Prompt, asked: Asked, seed_base: int, indices: list[int], stream: bool) -> None:
+        self._posts.put(lambda: self._submit(part, prompt, asked, seed_base, indices, stream))
 
     def refuse(self, part: int, error: ErrorInfo, seed_base: int, indices: list[int]) -> None:
         """Error results, in order with the rest."""
@@ -203,11 +204,11 @@ class EngineThread:
             pass
         self._flush()
 
-    def _submit(self, part: int, prompt: Prompt, params: Any, seed_base: int, indices: list[int], stream: bool) -> None:
-        engine = self._need()
+    def _submit(self, part: int, prompt: Prompt, asked: Asked, seed_base: int, indices: list[int], stream: bool) -> None:
+        engine, params = self._need(), asked.params
         try:
-            token_ids = self._token_ids(prompt)
-            if not isinstance(prompt, list) or (prompt and isinstance(prompt[0], dict)):
+            token_ids = self._token_ids(prompt, asked)
+            if isinstance(prompt, str) or is_chat(prompt):
                 self._out.append(pack_prompt(part, token_ids, None))
             engine.submit(
                 Request(
@@ -220,19 +221,13 @@ class EngineThread:
             return
         self._parts[self._name(part)] = _Part(part, params.logprobs_mode, token_ids, len(indices))
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
-            return prompt  # type: ignore[return-value]
-        tokenizer = self._need().tokenizer
-        if tokenizer is None:
-            raise RequestError("the model folder has no tokenizer, so only token ids can be served; send ids", code="no_tokenizer")
+    def _token_ids(self, prompt: Prompt, asked: Asked) -> list[int]:
         try:
-            ids: list[int] = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)
+            return prompt_ids(self._need().tokenizer, prompt, asked.tools, asked.template_kwargs)
         except RequestError:
             raise
         except Exception as error:
             raise RequestError(f"the prompt could not be tokenised: {type(error).__name__}: {error}", code="invalid_prompt") from None
-        return ids
 
     def _fail(self, part: int, error: ErrorInfo, seed_base: int, indices: list[int]) -> None:
         for index in indices:

@@ -18,9 +18,10 @@ import zmq
 
 from batchgen.errors import BatchGenError, ErrorInfo
 from batchgen.events import EngineStats
+from batchgen.text.prompts import Prompt
 from rollout import limits, sockets, wire
-from rollout.batches import decode_chat, decode_ids, decode_params, split
-from rollout.engine_thread import EngineFactory, EngineThread, Output, Prompt, Results, Stopped, WeightAnswers
+from rollout.batches import Asked, decode_asked, decode_chat, decode_ids, split
+from rollout.engine_thread import EngineFactory, EngineThread, Output, Results, Stopped, WeightAnswers
 from rollout.errors import ConnectError, ProtocolError, RolloutError
 from rollout.samples import expand
 from rollout.security import ClientKeys
@@ -221,13 +222,13 @@ class Node:
 
     def _assign(self, message: wire.Assign, frames: list[zmq.Frame]) -> None:
         encoded, prompts = split(message.parts, [frame.buffer for frame in frames])
-        table = [_params(one) for one in encoded]
+        table = [_asked(one) for one in encoded]
         for head, prompt in zip(message.parts, prompts, strict=True):
-            params, indices = table[head.params], expand(head.samples)
+            asked, indices = table[head.params], expand(head.samples)
             try:
-                if isinstance(params, ErrorInfo):
-                    raise ProtocolError(params.message, code=params.code)
-                self._engine.submit(head.part, _prompt(head.kind, prompt), params, head.seed_base, indices, head.stream)
+                if isinstance(asked, ErrorInfo):
+                    raise ProtocolError(asked.message, code=asked.code)
+                self._engine.submit(head.part, _prompt(head.kind, prompt), asked, head.seed_base, indices, head.stream)
             except ProtocolError as error:
                 self._engine.refuse(head.part, error.info(), head.seed_base, indices)
 
@@ -293,9 +294,9 @@ class Node:
         self._ending.set_result(error)
 
 
-def _params(encoded: bytes) -> Any:
+def _asked(encoded: bytes) -> Asked | ErrorInfo:
     try:
-        return decode_params(encoded)
+        return decode_asked(encoded)
     except ProtocolError as error:
         return error.info()
 

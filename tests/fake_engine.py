@@ -3,6 +3,7 @@
 Token t of a sample is `(seed + t) % vocab_size`, so every result can be predicted from the request.
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +39,9 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(ord("a") + token % 26) for token in ids)
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+    def apply_chat_template(self, messages: list[dict[str, Any]], *, tools: Any = None, **variables: Any) -> list[int]:
+        shown = "".join(f"<{m['role']}>{m['content']}{m.get('tool_calls') or ''}" for m in messages)
+        return self.encode(shown + (json.dumps([tools, variables]) if tools or variables else ""))
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The client: the blocking facade, seeds, errors, and starting fast."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from fake_engine import FakeEngine, fake_tokens
 from rollout_kit import in_loop, node, running, service, until
 
+from batchgen.chat import ChatPrompt
+from batchgen.errors import RequestError
 from batchgen.sampling_params import SamplingParams
 from rollout import RolloutClient
 from rollout.client import AsyncRolloutClient
@@ -208,3 +211,47 @@ def test_the_client_imports_without_torch_numpy_and_the_http_or_cli_stack():
     heavy = ["torch", "numpy", "typer", "jinja2", "zmq.auth"]
     code = f"import sys, rollout.client_sync, rollout.client; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def shown(group) -> str:
+    """What FakeTokenizer was given."""
+    return bytes(group.prompt_token_ids).decode()
+
+
+@in_loop
+async def test_tools_and_controls_reach_the_nodes_tokenizer_and_a_chats_own_win():
+    own = ChatPrompt(messages=CHAT, tools=[], chat_template_kwargs={"effort": "low"})
+    async with running() as (_, client):
+        options = {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+        first, second = await client.generate([CHAT, own], SamplingParams(max_tokens=1), **options)
+        assert shown(first) == "<user>hi" + json.dumps([[TOOL], {"enable_thinking": False}])
+        assert shown(second) == "<user>hi" + json.dumps([None, {"effort": "low"}])
+        handle = await client.submit(CHAT, SamplingParams(max_tokens=1), **options)
+        assert shown(await handle.result()) == shown(first)
+        async for event in client.stream([CHAT], SamplingParams(max_tokens=1), tokens=False, **options):
+            assert shown(event.group) == shown(first)
+        assert shown((await client.generate([CHAT], SamplingParams(max_tokens=1)))[0]) == "<user>hi"
+
+
+@in_loop
+async def test_wrong_tools_raise_before_anything_is_sent_and_misplaced_ones_fail_their_rows():
+    async with running() as (_, client):
+        for wrong in ({"tools": [TOOL, TOOL]}, {"tools": "f"}, {"chat_template_kwargs": {"messages": []}}):
+            with pytest.raises(RequestError):
+                await client.generate([CHAT], **wrong)
+        bad = ChatPrompt(messages=CHAT, tools=[TOOL, TOOL])
+        groups = await client.generate([CHAT, [1], "text", bad], SamplingParams(max_tokens=1), tools=[TOOL])
+        errors = [group.samples[0].error for group in groups]
+        assert [error and error.code for error in errors] == [None, "tools_need_chat", "tools_need_chat", "invalid_tools"]
+
+
+def test_the_blocking_client_takes_tools_and_controls():
+    with background(slow) as one, RolloutClient(one.url) as client:
+        groups = client.generate([CHAT], SamplingParams(max_tokens=1), tools=[TOOL])
+        assert client.submit(CHAT, SamplingParams(max_tokens=1), tools=[TOOL]).result().prompt_token_ids == groups[0].prompt_token_ids
+        event = next(client.stream([CHAT], SamplingParams(max_tokens=1), tokens=False, tools=[TOOL]))
+        assert shown(event.group) == shown(groups[0]) == "<user>hi" + json.dumps([[TOOL], {}])

@@ -179,6 +179,7 @@ def test_wrong_template_kwargs_are_refused(kwargs):
     ("message", "reason"),
     [
         ({"content": "x"}, "string `role`"),
+        ({"role": "user"}, "has no content"),
         ({"role": "user", "content": 3}, "content is a string"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "not text"),
         ({"role": "user", "content": "x", "weight": 1}, "unknown field `weight`"),

@@ -10,12 +10,24 @@ from fake_engine import fake_facts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchgen.chat import ChatPrompt, FunctionCall, Message, ToolCall
 from batchgen.errors import ErrorInfo
 from batchgen.events import EngineStats, PromptScored, SampleFinished, SampleProgress
 from batchgen.outputs import Sample
 from batchgen.sampling_params import SamplingParams
 from rollout import admin_wire, wire
-from rollout.batches import Batch, decode_chat, decode_ids, decode_params, encode_ids, encode_params, prompt_length, split
+from rollout.batches import (
+    Asked,
+    Batch,
+    decode_asked,
+    decode_chat,
+    decode_ids,
+    decode_params,
+    encode_ids,
+    encode_params,
+    prompt_length,
+    split,
+)
 from rollout.calls import encode_prompt
 from rollout.errors import ProtocolError
 from rollout.results import check_body, pack_progress, pack_prompt, pack_sample, unpack_progress, unpack_prompt, unpack_sample
@@ -174,7 +186,7 @@ def test_a_batch_of_prompts_comes_out_as_it_went_in():
     out = list(out)
     assert [decode_params(one) for one in tables] == params
     assert decode_ids(out[0]) == [1, 2, 3] and out[1].decode() == "tëxt" and out[2] == b"" and decode_ids(out[4]) == [2**31 - 1]
-    assert decode_chat(out[3]) == [{"role": "user", "content": "hi"}]
+    assert decode_chat(out[3]) == [Message("user", "hi")]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +214,58 @@ def test_a_prompt_that_is_none_of_the_three_kinds_is_a_typed_error(prompt):
     with pytest.raises(ProtocolError) as caught:
         encode_prompt(prompt)
     assert caught.value.code == "invalid_prompt"
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def test_tools_and_template_kwargs_travel_with_the_sampling_params():
+    params, kwargs = SamplingParams(n=2, stop=["x"]), {"enable_thinking": False}
+    entry = encode_params(params, [TOOL], kwargs)
+    assert decode_params(entry) == params
+    assert decode_asked(entry) == Asked(params=params, tools=[TOOL], template_kwargs=kwargs)
+    assert decode_asked(encode_params(params)) == Asked(params=params)
+    assert encode_params(params) == encode_params(params, None, {}) == msgspec.msgpack.encode(params)
+
+
+@pytest.mark.parametrize(
+    ("chat", "code"),
+    [
+        ({"surprise": 1}, "invalid_params"),
+        ([], "invalid_params"),
+        ({"tools": [TOOL, TOOL]}, "invalid_tools"),
+        ({"tools": {"a": 1}}, "invalid_tools"),
+        ({"template_kwargs": {"messages": []}}, "invalid_template_kwargs"),
+        ({"template_kwargs": [1]}, "invalid_template_kwargs"),
+        ({"template_kwargs": {"a": msgspec.msgpack.Ext(1, b"")}}, "invalid_template_kwargs"),
+        ({"template_kwargs": {"a": float("nan")}}, "invalid_template_kwargs"),
+    ],
+)
+def test_tools_and_template_kwargs_of_the_wire_are_checked_like_those_of_python(chat, code):
+    with pytest.raises(ProtocolError) as caught:
+        decode_asked(msgspec.msgpack.encode({"chat": chat}))
+    assert caught.value.code == code
+
+
+def test_a_chat_travels_with_calls_results_and_reasoning_and_nothing_else():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "user", "content": "hi", "name": "ann"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "ok"}], "tool_call_id": "c"},
+    ]
+    calls = [ToolCall(FunctionCall("f", '{"a": 1}'), id="c")]
+    expected = [
+        Message("user", "hi", name="ann"),
+        Message("assistant", "", reasoning_content="hm", tool_calls=calls),
+        Message("tool", "ok", tool_call_id="c"),
+    ]
+    for prompt in (messages, ChatPrompt(messages=messages, tools=[TOOL]), expected):
+        kind, encoded = encode_prompt(prompt)
+        assert kind == "chat" and decode_chat(encoded) == expected
+    for bad in (b'[{"role": "user", "content": "", "x": 1}]', b'[{"role": "user"}]', b'[{"role": "user", "content": null}]'):
+        with pytest.raises(ProtocolError):
+            decode_chat(bad)
 
 
 def test_ids_from_numpy_are_taken_and_negative_ids_reach_the_engine_which_refuses_them():

@@ -2,10 +2,10 @@
 
 from typing import Any, Protocol
 
-from batchgen.chat import ChatPrompt, check_messages, check_template_kwargs, check_tools, template_message
+from batchgen.chat import ChatPrompt, Message, check_messages, check_template_kwargs, check_tools, template_message
 from batchgen.errors import RequestError
 
-Prompt = list[int] | str | list[dict[str, Any]] | ChatPrompt
+Prompt = list[int] | str | list[dict[str, Any]] | list[Message] | ChatPrompt
 """Token ids, text, chat messages, or a chat with tools and template controls of its own."""
 
 
@@ -19,7 +19,7 @@ class ChatTokenizer(Protocol):
 
 def is_chat(prompt: Any) -> bool:
     """Whether a prompt is messages or a ChatPrompt."""
-    return isinstance(prompt, ChatPrompt) or (isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict))
+    return isinstance(prompt, ChatPrompt) or (isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict | Message))
 
 
 def prompt_ids(tokenizer: ChatTokenizer | None, prompt: Any, tools: list[dict[str, Any]] | None, kwargs: dict[str, Any]) -> list[int]:
