@@ -13,6 +13,8 @@ from rollout.jobs.errors import JobRefused
 from rollout.jobs.sampling_fields import canonical
 from rollout.jobs.scan import scan
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
 
 def parse(value: Any, **defaults: Any) -> Row | BadRow:
     raw = value if isinstance(value, bytes) else json.dumps(value).encode()
@@ -72,7 +74,7 @@ def test_a_rows_own_fields_win_over_command_line_defaults() -> None:
     ("value", "says"),
     [
         ({"prompt": "p", "temprature": 1}, "'temprature'"),
-        (chat(reasoning_effort="high"), "'reasoning_effort'"),
+        (chat(verbosity="high"), "'verbosity'"),
         ({"prompt": "p", "return_routed_experts": True}, "'return_routed_experts'"),
         ({**chat(), "extra": 1}, "'extra'"),
         (chat(stream=True), "stream"),
@@ -84,7 +86,18 @@ def test_a_rows_own_fields_win_over_command_line_defaults() -> None:
         (chat(max_tokens=1, max_completion_tokens=2), "give one"),
         (chat(messages=[]), "messages"),
         (chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), "not text"),
-        (chat(messages=[{"role": "user", "content": "x", "tool_calls": []}]), "'tool_calls'"),
+        (chat(messages=[{"role": "user", "content": "x", "tool_calls": 3}]), "tool_calls is a list"),
+        (chat(messages=[{"role": "user", "content": "x", "weight": 1}]), "unknown field `weight`"),
+        (chat(tools="f"), "tools is a list"),
+        (chat(tools=[TOOL, TOOL]), "both named 'f'"),
+        (chat(tools=[TOOL], tool_choice="required"), "tool_choice is 'auto' or 'none'"),
+        (chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}}), "none can be required"),
+        (chat(tools=[TOOL], parallel_tool_calls=False), "parallel_tool_calls"),
+        (chat(chat_template_kwargs=[1]), "chat_template_kwargs is an object"),
+        (chat(chat_template_kwargs={"messages": []}), "cannot set 'messages'"),
+        (chat(chat_template_kwargs={"reasoning_effort": "low"}, reasoning_effort="high"), "give one"),
+        ({"prompt": "p", "tools": [TOOL]}, "tools go with chat messages"),
+        ({"prompt_token_ids": [1], "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs go with chat messages"),
         (b'{"prompt": "p", "metadata": ' + b"[" * 33 + b"]" * 33 + b"}", "32 levels"),
         ({"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {"prompt": "p"}}, "POST"),
         ({"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "p"}}, "/v1/embeddings"),
@@ -166,3 +179,28 @@ def test_failed_lines_carry_their_id_when_fed_back() -> None:
     assert json.loads(with_id(b'{"prompt": "p", "id": null}', "line-1")) == {"custom_id": "line-1", "prompt": "p"}
     assert with_id(b'{"prompt": "p", "id": 5}', "5") == b'{"prompt": "p", "id": 5}'
     assert with_id(b"not json", "x") == b"not json"
+
+
+def test_tools_and_template_controls_belong_to_a_chat() -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    turns = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "tool_call_id": "c", "content": "ok"}]
+    body = {"messages": [{"role": "user", "content": "x"}, *turns], "tools": [TOOL], "reasoning_effort": "low", "tool_choice": "auto"}
+    asked = row(chat(**body)).prompt
+    assert asked.tools == [TOOL] and asked.chat_template_kwargs == {"reasoning_effort": "low"}
+    assert asked.messages[1] == {"role": "assistant", "content": "", "tool_calls": calls} and asked.messages[2]["tool_call_id"] == "c"
+    assert row(chat(tools=[TOOL], tool_choice="none", parallel_tool_calls=True)).prompt == row(chat()).prompt
+
+
+def test_a_rows_own_tools_and_controls_win_over_the_jobs() -> None:
+    defaults = canonical({"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}})
+    plain = parse_line(1, json.dumps(chat()).encode(), defaults)
+    assert plain.prompt.tools == [TOOL] and plain.prompt.chat_template_kwargs == {"enable_thinking": False}
+    own = parse_line(1, json.dumps(chat(tools=[], chat_template_kwargs={"a": 1})).encode(), defaults)
+    assert own.prompt.tools == [] and own.prompt.chat_template_kwargs == {"a": 1}
+    assert isinstance(parse_line(1, b'"text"', defaults), BadRow)
+
+
+def test_rows_with_other_tools_or_controls_are_not_duplicates() -> None:
+    bodies = [{}, {"tools": [TOOL]}, {"chat_template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 2}}]
+    assert len({row(chat(**body)).key() for body in bodies}) == 4
+    assert row(chat(tools=[TOOL])).key() == row(chat(tools=[TOOL], tool_choice="auto")).key()

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from batchgen.chat import ChatPrompt, check_messages, template_message
 from batchgen.sampling_params import SamplingParams
+from batchgen.text.prompts import misplaced
 from rollout.jobs.errors import JobRefused
-from rollout.jobs.sampling_fields import canonical, wishes
+from rollout.jobs.sampling_fields import Wishes, canonical, wishes
 
 MAX_LINE_BYTES = 16 << 20
 """Longest line that is read as a request; a longer one is an error row."""
@@ -18,8 +20,8 @@ MAX_ID_CHARS = 512
 MAX_METADATA_LEVELS = 32
 ENDPOINTS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 
-Prompt = str | list[int] | list[dict[str, Any]]
-"""Text, token ids, or chat messages."""
+Prompt = str | list[int] | list[dict[str, Any]] | ChatPrompt
+"""Text, token ids, or chat messages, alone or with tools and template controls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,8 @@ def parse_line(line: int, raw: bytes | None, defaults: dict[str, Any]) -> Row | 
         custom_id = _custom_id(value, own_id)
         kind, prompt, fields, metadata = _openai_line(value) if "body" in value or "url" in value else _plain_line(value)
         wish = wishes(defaults, canonical(fields))
+        if wish.tools or wish.template_kwargs:
+            prompt = _with_tools(prompt, wish)
         if _too_deep(metadata, MAX_METADATA_LEVELS):
             raise ValueError(f"metadata nests deeper than {MAX_METADATA_LEVELS} levels; flatten it")
     except ValueError as error:
@@ -128,6 +132,12 @@ def parse_line(line: int, raw: bytes | None, defaults: dict[str, Any]) -> Row | 
         want_token_ids=wish.want_token_ids,
         metadata=metadata,
     )
+
+
+def _with_tools(prompt: Prompt, wish: Wishes) -> ChatPrompt:
+    if not isinstance(prompt, list) or not isinstance(prompt[0], dict):
+        raise misplaced(prompt, "tools" if wish.tools else "chat_template_kwargs")
+    return ChatPrompt(messages=prompt, tools=wish.tools or [], chat_template_kwargs=wish.template_kwargs)
 
 
 def stable_id(line: int, raw: bytes) -> str:
@@ -194,24 +204,7 @@ def _prompt(prompt: Any) -> Prompt:
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is a non-empty list of objects with role and content, got {messages!r:.100}")
-    return [_message(index, message) for index, message in enumerate(messages)]
-
-
-def _message(index: int, message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"messages[{index}] is an object with role and content, got {message!r:.100}")
-    if extra := sorted(name for name, value in message.items() if name not in ("role", "content") and value is not None):
-        raise ValueError(f"messages[{index}] has {extra[0]!r}; a message has role and content")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise ValueError(f"messages[{index}].content has a part that is not text; only text is supported")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"messages[{index}].content is a string or a list of text parts, got {content!r:.100}")
-    return {"role": message["role"], "content": content}
+    return [template_message(message) for message in check_messages(messages)]
 
 
 def _too_deep(value: Any, levels: int) -> bool:

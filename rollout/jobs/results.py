@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from batchgen.chat import ChatPrompt
 from batchgen.errors import ErrorInfo
 from batchgen.events import ModelFacts
 from batchgen.outputs import Group, Sample
@@ -65,6 +66,9 @@ class Provenance(msgspec.Struct, kw_only=True):
     engine_version: str | None = None
     sampling: dict[str, Any] | None = None
     """SamplingParams that differ from the defaults, the seed included."""
+    tools: list[str] | None = None
+    """Names of the tools the model was shown."""
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs_mode: str | None = None
     prompt_token_ids: list[int] | None = None
     """With `return_token_ids`."""
@@ -115,6 +119,8 @@ def result_row(row: Row, group: Group, facts: ModelFacts, *, engine_version: str
             model_fingerprint=facts.fingerprint,
             engine_version=engine_version,
             sampling=msgspec.to_builtins(row.params, str_keys=True),
+            tools=_tool_names(row.prompt),
+            chat_template_kwargs=row.prompt.chat_template_kwargs or None if isinstance(row.prompt, ChatPrompt) else None,
             logprobs_mode=group.logprobs_mode,
             prompt_token_ids=group.prompt_token_ids if row.want_token_ids else None,
             prompt_logprobs=group.prompt_logprobs,
@@ -144,6 +150,11 @@ def reused_row(row: Row, original: ResultRow) -> ResultRow:
     return msgspec.structs.replace(
         original, id=_result_id(row.custom_id), custom_id=row.custom_id, provenance=provenance, metadata=row.metadata
     )
+
+
+def _tool_names(prompt: Any) -> list[str] | None:
+    tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
+    return [tool["function"]["name"] for tool in tools] if tools else None
 
 
 def _result_id(custom_id: str) -> str:
