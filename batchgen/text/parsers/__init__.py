@@ -1,0 +1,1 @@
+"""What models write besides their answer: reasoning and tool calls, as text with markers."""
