@@ -6,7 +6,7 @@ Cost is linear in the new tokens. The result does not depend on how the ids are 
 import codecs
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,11 +29,20 @@ class TextStream:
     """Decodes incrementally and looks for stop strings.
 
     The stop string that is complete first ends the text; of several complete at the same character, the longest. It is cut off at the
-    character (`include_stop`: kept). One that is complete before token number `min_tokens` is ordinary text.
+    character (`include_stop`: kept). One that is complete before token number `min_tokens` is ordinary text. Control tokens are hidden
+    but those in `show` (`Tokenizer.control_tokens`), which are text like any other, also to stop strings.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop: bool = False, min_tokens: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        show: Mapping[int, bytes] | None = None,
+    ):
         self._pieces = tokenizer.pieces
+        self._shown = show or {}
         self._drop_space = tokenizer.drops_leading_space
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = _automaton(tuple(stop)) if stop else None
@@ -54,13 +63,14 @@ class TextStream:
         """Append sampled ids. After a stop match further ids change nothing and the match is reported again."""
         if self._match is not None:
             return self._match
+        pieces, shown = self._pieces, self._shown
         if self._stops is None:
             self._num_tokens += len(ids)
-            return TextUpdate(self._emit(self._decode(b"".join([self._pieces[i] for i in ids]))), None, None)
+            return TextUpdate(self._emit(self._decode(b"".join([pieces[i] or shown.get(i, b"") for i in ids]))), None, None)
         fresh = self._held
         for token_id in ids:
             self._num_tokens += 1
-            piece = self._decode(self._pieces[token_id])
+            piece = self._decode(pieces[token_id] or shown.get(token_id, b""))
             if not piece:
                 continue
             self._node, end, match = self._stops.scan(self._node, piece, self._num_tokens >= self._min_tokens)

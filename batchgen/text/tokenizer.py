@@ -8,7 +8,7 @@ tiktoken.model, whose formats are built of them, `decode` shows them but no text
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,21 @@ class Tokenizer:
         tail = next((i for i, added in enumerate(reversed(around.special_tokens_mask)) if not added), 0)
         return around.ids[:head] + ids + around.ids[len(around) - tail :]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids without control tokens; bytes that are not UTF-8 become U+FFFD."""
-        pieces = self.pieces
-        text = b"".join([pieces[token_id] for token_id in ids]).decode(errors="replace")
+    def decode(self, ids: Iterable[int], show: Mapping[int, bytes] | None = None) -> str:
+        """Text of the ids without control tokens but those in `show`; bytes that are not UTF-8 become U+FFFD."""
+        pieces, shown = self.pieces, show or {}
+        text = b"".join([pieces[token_id] or shown.get(token_id, b"") for token_id in ids]).decode(errors="replace")
         return text.removeprefix(" ") if self.drops_leading_space else text
+
+    def control_tokens(self, names: Iterable[str]) -> dict[int, bytes]:
+        """Id → text of the named tokens that decode would hide: what `show` takes."""
+        ids = {name: self._vocab.get(name) for name in names}
+        return {token_id: name.encode() for name, token_id in ids.items() if token_id is not None and token_id in self.special_ids}
+
+    @property
+    def template_source(self) -> str:
+        """All chat templates as written: they tell which format the model answers in."""
+        return "\n".join(template.source for template in self._templates.values())
 
     def apply_chat_template(
         self,

@@ -8,7 +8,7 @@ import re
 
 from batchgen.text.parsers.events import Call, Content, Event, Reasoning
 from batchgen.text.parsers.markers import Markers
-from batchgen.text.parsers.values import ToolSchemas, is_sendable, object_text
+from batchgen.text.parsers.values import ToolSchemas, object_text
 
 TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 OPEN_THINK = "<|channel|>analysis<|message|>"
@@ -19,7 +19,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _HEADER_MARKERS = Markers(frozenset(["<|message|>", "<|start|>", *_ENDS]))
 _BODY_MARKERS = Markers(frozenset(["<|start|>", "<|channel|>", *_ENDS]))
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"\bto=([^\s<>]{1,256})")
+_RECIPIENT = re.compile(r"\bto=([\w.:/-]{1,128})(?![\w.:/-])")
 
 
 class HarmonyParser:
@@ -133,7 +133,7 @@ class HarmonyParser:
             return
         body = "".join(self._arguments)
         arguments = object_text(body, marker != "")
-        if arguments is not None and is_sendable(self._tool):
+        if arguments is not None:
             self._events.append(Call(self._tool, arguments))
         else:
             self._say(Content, "".join(self._header) + "<|message|>" + body + (marker if marker in _ENDS else ""))

@@ -8,20 +8,21 @@ from collections.abc import Callable
 from typing import Any
 
 from batchgen.text.parsers.events import Call
-from batchgen.text.parsers.values import NOT_JSON, ToolSchemas, is_sendable, object_text, read_json, write_json
+from batchgen.text.parsers.values import NOT_JSON, ToolSchemas, object_text, read_json, write_json
 
 Reader = Callable[[str, bool, ToolSchemas], Call | None]
 
 DSML = "｜DSML｜"
-_NAME = re.compile(r"[^\s<>\"'`{}]{1,256}")
+_NAME = re.compile(r"[\w.:/-]{1,128}")  # what requests may name a tool, so that a call can be part of the next prompt
 _QUOTED_NAME = re.compile(r"""\s*(?:"([^"\n]*)"|'([^'\n]*)'|([^>\s"']+))\s*>""")
 _XML_NAME = re.compile(r"([^>\n]*)>")
 _XML_PARAMETER = re.compile(r"<parameter=([^>\n]*)>")
 _NAMED_PARAMETER = re.compile(r"""<parameter name=(?:"([^"\n]*)"|'([^'\n]*)'|([^>\s"']+))\s*>""")
 _DSML_PARAMETER = re.compile(rf"""<{DSML}parameter name="([^"\n]*)"(?:\s+string="(true|false)")?\s*>""")
-_K3_ATTRIBUTES = r"""((?:\s*[\w-]+="[^"]*")*)\s*<\|sep\|>"""
+_K3_ATTRIBUTES = r"""(?P<attributes>(?:\s*[\w-]+="[^"]*")*)\s*<\|sep\|>"""
 _K3_HEAD = re.compile(_K3_ATTRIBUTES)
 _K3_ARGUMENT = re.compile(r"<\|open\|>argument " + _K3_ATTRIBUTES)
+_K3_JSON = re.compile(r"\s*<\|open\|>json" + _K3_ATTRIBUTES + r"(?P<value>.*)<\|close\|>json<\|sep\|>\s*", re.DOTALL)
 _ATTRIBUTE = re.compile(r"""([\w-]+)="([^"]*)\"""")
 _GLM_KEY = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>")
 _KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>.+?):\d+", re.DOTALL)
@@ -93,16 +94,19 @@ def glm(body: str, closed: bool, schemas: ToolSchemas) -> Call | None:
 
 
 def kimi_k3(body: str, closed: bool, schemas: ToolSchemas) -> Call | None:
-    """`tool="f" index="1"<|sep|>` and then arguments that name their JSON type."""
+    """`tool="f" index="1"<|sep|>` and then arguments that name their JSON type, or all of them as one `json` element."""
     head = _K3_HEAD.match(body)
     if head is None or not closed:
         return None
+    name = _attributes(head["attributes"]).get("tool")
+    whole = _K3_JSON.fullmatch(body, head.end())
+    if whole is not None:
+        return _call(name, object_text(whole["value"], closed))
 
     def read(match: re.Match[str], text: str) -> tuple[str, Any]:
-        attributes = _attributes(match[1])
+        attributes = _attributes(match["attributes"])
         return attributes.get("key", ""), text if attributes.get("type", "string") == "string" else _json_or_text(text)
 
-    name = _attributes(head[1]).get("tool")
     return _with_parameters(name, _parameters(body[head.end() :], _K3_ARGUMENT, "<|close|>argument<|sep|>"), read)
 
 
@@ -132,7 +136,7 @@ def deepseek_v31(body: str, closed: bool, schemas: ToolSchemas) -> Call | None:
 
 
 def _call(name: Any, arguments: str | None, call_id: str | None = None) -> Call | None:
-    if arguments is None or not isinstance(name, str) or not _NAME.fullmatch(name) or not is_sendable(name):
+    if arguments is None or not isinstance(name, str) or not _NAME.fullmatch(name):
         return None
     return Call(name, arguments, call_id)
 
