@@ -143,11 +143,16 @@ class Arithmetic:
         x_TD = x_TD + delta_TD
         return x_TD, self.rms_norm(x_TD, weight_D, eps)
 
-    def rotate(self, x_THd: Tensor, rotary_T2R: Tensor) -> Tensor:
-        """Rotate pairs (i, i + R/2) of the first R dimensions of each head by its token's angle (Su et al. 2021)."""
+    def rotate(self, x_THd: Tensor, rotary_T2R: Tensor, interleaved: bool = False) -> Tensor:
+        """Rotate pairs (i, i + R/2) of the first R dimensions of each head by its token's angle (Su et al. 2021). `interleaved`: pairs
+        (2i, 2i + 1), which are left R/2 apart: the same for queries and keys leaves their products what they are."""
         width = rotary_T2R.shape[-1]
-        if width < x_THd.shape[-1]:
-            return torch.cat((self.rotate(x_THd[..., :width].contiguous(), rotary_T2R), x_THd[..., width:]), dim=-1)
+        if interleaved:
+            pairs = x_THd[..., :width].reshape(*x_THd.shape[:-1], -1, 2)
+            x_THd = torch.cat((pairs[..., 0], pairs[..., 1], x_THd[..., width:]), dim=-1)
+        if width < x_THd.shape[-1] or not x_THd.is_contiguous():
+            rotated_THR = self.rotate(x_THd[..., :width].contiguous(), rotary_T2R)
+            return torch.cat((rotated_THR, x_THd[..., width:]), dim=-1)
         if self.cpu_kernels is not None:
             return self.cpu_kernels.rotate(x_THd, rotary_T2R)
         cos, sin = rotary_T2R.to(x_THd.dtype).unsqueeze(2).unbind(1)

@@ -67,6 +67,11 @@ class PackedBatch:
     return_routed: bool = False
     """Also return the experts that the router chose."""
 
+    def rows(self) -> Tensor:
+        """int64 [T], row of each token."""
+        lens = torch.tensor(self.query_starts, device=self.positions_T.device).diff()
+        return torch.arange(len(lens), device=lens.device).repeat_interleave(lens)
+
     def spans(self) -> Spans:
         """Rows as spans of tokens that each carry a state on."""
         assert self.state_B is not None

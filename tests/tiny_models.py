@@ -63,6 +63,26 @@ def save_byte_tokenizer(path: str | Path) -> None:
     (Path(path) / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_DEEPSEEK = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 12, "index_topk": 20}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 3, "head_dim": 16}),
     "qwen2_moe": (
@@ -73,6 +93,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "llama": ("Llama", {}),
+    "deepseek_v2": ("DeepseekV2", {**_LATENT, **_DEEPSEEK, "topk_method": "group_limited_greedy"}),
+    "deepseek_v3": ("DeepseekV3", {**_LATENT, **_DEEPSEEK}),
+    "deepseek_v32": ("DeepseekV32", {**_LATENT, **_DEEPSEEK, **_INDEXER}),
+    "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT, **_DEEPSEEK, **_INDEXER, "indexer_types": ["full", "shared", "full"]}),
 }
 """transformers' class prefix, and what a small model of the family needs beside the common sizes."""
 
@@ -100,6 +124,9 @@ def tiny_model(family: str, path: str | Path, seed: int = 0, **overrides: Any) -
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(path)
     return Path(path)
 

@@ -33,8 +33,7 @@ class CompiledAttention:
 
     def plan(self, batch: PackedBatch, kv: KVCache) -> CompiledPlan:
         """Row of each token."""
-        row_T = torch.arange(len(batch.query_starts) - 1).repeat_interleave(torch.tensor(batch.query_starts).diff())
-        return CompiledPlan(row_T=row_T, positions_T=batch.positions_T, page_table_BP=batch.page_table_BP)
+        return CompiledPlan(row_T=batch.rows(), positions_T=batch.positions_T, page_table_BP=batch.page_table_BP)
 
     def attend(
         self,

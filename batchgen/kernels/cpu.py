@@ -1,4 +1,4 @@
-"""The compiled kernels of cpu.c, cpu_attention.c and cpu_delta.c. In: CPU tensors. Out: CPU tensors. Never decides whether they pay:
+"""The compiled kernels of cpu*.c. In: CPU tensors. Out: CPU tensors. Never decides whether they pay:
 `load` says whether they exist.
 
 Compiled on first use by the machine's own C compiler (`CC`, else cc, gcc or clang) for its own processor, and kept in the user's
@@ -28,7 +28,7 @@ from batchgen.packing import Spans
 
 log = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.h", "cpu.c", "cpu_attention.c", "cpu_delta.c")]
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.h", "cpu.c", "cpu_attention.c", "cpu_choice.c", "cpu_delta.c")]
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 120
 ACTIVATIONS = ("silu", "clamped", "situ")
@@ -186,6 +186,25 @@ class CpuKernels:
         sizes = (num_tokens, num_heads, group, k_PHSD.shape[2], depth, v_PHSV.shape[-1])
         self._call("attention", q_THGD, *cache, row_T, positions_T, float(scale), window, sinks_N, *chosen, out_THGV, *sizes)
         return out_THGV.view(num_tokens, -1)
+
+    def choose_keys(
+        self,
+        q_THD: Tensor,
+        weights_TH: Tensor,
+        k_PHSD: Tensor,
+        page_table_BP: Tensor,
+        row_T: Tensor,
+        positions_T: Tensor,
+        top_k: int,
+    ) -> Tensor:
+        """As `batchgen.attention.choice.choose_keys`, of a store with one head."""
+        num_tokens, num_heads, depth = q_THD.shape
+        longest = int(positions_T.max()) + 1
+        chosen_TC = positions_T.new_empty(num_tokens, min(top_k, longest))
+        cache = (k_PHSD, _is_bfloat16(k_PHSD), page_table_BP.contiguous(), page_table_BP.shape[1], row_T, positions_T)
+        sizes = (num_tokens, num_heads, k_PHSD.shape[2], depth, longest, chosen_TC.shape[1])
+        self._call("choose_keys", q_THD.contiguous(), weights_TH.contiguous(), *cache, chosen_TC, *sizes)
+        return chosen_TC
 
     def convolve(self, x_TC: Tensor, taps_CW: Tensor, states: Tensor, spans: Spans) -> Tensor:
         """silu of a causal convolution per channel, float32 [T, C]. `states` [., C, W - 1]: last inputs, oldest first; updated."""

@@ -146,6 +146,13 @@ class ConfigReader:
         if value not in (None, *allowed):
             raise ModelError(f"config.json: {name} is {value!r}; supported: {', '.join(map(repr, allowed))}")
 
+    def nested(self, name: str) -> "ConfigReader":
+        """The object under `name`, with what it lacks taken from this one."""
+        inner = self.get(name)
+        if not isinstance(inner, dict):
+            raise ModelError(f"config.json: {name} is an object, got {inner!r:.200}")
+        return ConfigReader({key: value for key, value in self.values.items() if key != name} | inner)
+
     @property
     def num_layers(self) -> int:
         """Positive."""

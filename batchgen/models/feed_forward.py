@@ -128,6 +128,15 @@ def sparse_layers(reader: ConfigReader, moe: Moe) -> list[FeedForwardSpec]:
     return [moe if sparse else Dense(intermediate_size=reader.get("intermediate_size")) for sparse in is_sparse]
 
 
+def dense_first(reader: ConfigReader, moe: Moe) -> list[FeedForwardSpec]:
+    """Experts in every layer but the first ones: `mlp_layer_types`, or `first_k_dense_replace` of them (DeepSeek)."""
+    reader.refuse("moe_layer_freq", (1,))
+    types = reader.per_layer("mlp_layer_types", ("dense", "sparse"))
+    num_dense = reader.get("first_k_dense_replace", default=0)
+    is_dense = [i < num_dense for i in range(reader.num_layers)] if types is None else [kind == "dense" for kind in types]
+    return [Dense(intermediate_size=reader.get("intermediate_size")) if dense else moe for dense in is_dense]
+
+
 class MoeLayer:
     """Router, experts, and what is shared."""
 

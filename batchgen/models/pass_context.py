@@ -50,10 +50,18 @@ class Pass:
     _rotary: dict[tuple[Rope, int], Tensor] = field(default_factory=dict)
     _head_slots: dict[int, Tensor] = field(default_factory=dict)
     _spans: Spans | None = None
+    _longest: int | None = None
 
     @property
     def num_tokens(self) -> int:
         return self.batch.input_ids_T.numel()
+
+    @property
+    def longest(self) -> int:
+        """Context of the longest row."""
+        if self._longest is None:
+            self._longest = int(self.batch.context_lens_B.max())
+        return self._longest
 
     def rotary(self, rope: Rope, width: int) -> Tensor:
         """float32 [T, 2, R] of all rows."""

@@ -8,7 +8,19 @@ import torch
 from batchgen.arithmetic import Arithmetic
 from batchgen.errors import ModelError
 from batchgen.loader import Checkpoint, load_weights
-from batchgen.models import llama, mixtral, olmoe, qwen2_moe, qwen3, qwen3_moe
+from batchgen.models import (
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v32,
+    glm_moe_dsa,
+    kimi_k25,
+    llama,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import Decoder
 from batchgen.weights import WeightStore, WeightTable
@@ -22,8 +34,21 @@ class Family(Protocol):
     def read_config(self, values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig: ...
 
 
-_MODULES: tuple[Family, ...] = (qwen3_moe, qwen2_moe, olmoe, mixtral, qwen3, llama)
+_MODULES: tuple[Family, ...] = (
+    qwen3_moe,
+    qwen2_moe,
+    olmoe,
+    mixtral,
+    qwen3,
+    llama,
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v32,
+    kimi_k25,
+    glm_moe_dsa,
+)
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
+"""By the first of `architectures` in config.json."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -44,9 +69,10 @@ class LoadedModel:
 def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     """The folder's configuration; ModelError for an architecture that is not known."""
     names = checkpoint.config.get("architectures") or [None]
-    if names[0] not in FAMILIES:
+    family = FAMILIES.get(str(names[0]).replace("_", ""))  # transformers writes Kimi_K25, the hub has KimiK25
+    if family is None:
         raise ModelError(f"{checkpoint.folder} has architecture {names[0]!r}; known: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[names[0]].read_config(checkpoint.config, checkpoint.generation_config)
+    return family.read_config(checkpoint.config, checkpoint.generation_config)
 
 
 def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
