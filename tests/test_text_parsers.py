@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from message_samples import SAMPLES, TOOLS, Sample, parts, read
 
@@ -85,6 +85,7 @@ def test_a_message_that_breaks_off_anywhere_neither_raises_nor_depends_on_its_pi
 
 
 @each_format
+@settings(max_examples=250)
 @given(data=st.data())
 def test_any_mixture_of_markers_is_the_same_message_at_any_cut(fmt, data):
     text = "".join(data.draw(st.lists(st.one_of(st.sampled_from(FRAGMENTS[fmt]), st.text(max_size=3)), max_size=12)))
@@ -125,6 +126,16 @@ def test_reasoning_is_given_out_as_it_comes(fmt):
     assert [delta.as_openai() for delta in parser.feed("One two")] == [{"reasoning_content": "One two"}]
     assert parser.finish() == []
     assert parser.message.as_openai() == {"role": "assistant", "content": "", "reasoning_content": "One two"}
+
+
+def test_white_space_between_a_call_and_other_text_in_a_section_is_kept_at_any_cut():
+    section = "<tool_call>\n<function=run>\n</function>\nso\n\n<tool_call>\n<function=run>\n</function>\n</tool_call>"
+    for pieces in ([section], list(section)):
+        message = read(Sample(fmt="qwen3_coder", text=section), pieces)
+        assert (message.content, len(message.tool_calls)) == ("so", 2)
+    broken = "<tool_call>\n<function=run>\n</function>\n<\n\n<tool_call>"
+    for pieces in ([broken], list(broken)):
+        assert read(Sample(fmt="qwen3_coder", text=broken), pieces).content == "<\n\n<tool_call>"
 
 
 def test_think_tags_inside_an_answer_are_text():

@@ -85,8 +85,10 @@ class TagParser:
         """Where in the call a marker would have ended it, had it not been a value's text."""
         self._section_end: str | None = None
         self._section_has_call = False
+        self._in_markup = False
+        """Whether white space belongs to the section's tags: it follows one, or a call."""
         self._pending: list[str] = []
-        """An opened section, until a call shows that it is one."""
+        """An opened section, until a call shows that it is one, and white space after tags."""
         self._rescans_left = MAX_RESCANS
 
     def feed(self, text: str) -> list[Event]:
@@ -137,11 +139,12 @@ class TagParser:
         elif self._state is _State.THINK:
             self._fresh &= blank
             self._events.append(Reasoning(text))
-        elif blank and self._section_end is not None:
+        elif blank and self._in_markup:
             self._pending.append(text)
         else:
             self._fresh &= blank
             self._flush_pending()
+            self._in_markup = False
             if not self._section_has_call:
                 self._section_end = None
             self._events.append(Content(text))
@@ -197,13 +200,13 @@ class TagParser:
             if not self._section_has_call:
                 self._flush_pending()
             self._pending = [marker]
-            self._section_end, self._section_has_call = sections[marker], False
+            self._section_end, self._section_has_call, self._in_markup = sections[marker], False, True
         elif marker == self._section_end:
             if not self._section_has_call:
                 self._pending.append(marker)
                 self._flush_pending()
             self._pending.clear()
-            self._section_end, self._section_has_call = None, False
+            self._section_end, self._section_has_call, self._in_markup = None, False, False
         elif marker in self._form.dropped:
             self._fresh = False
         else:
@@ -235,10 +238,11 @@ class TagParser:
         call = self._form.read(body, marker is not None, self._schemas)
         if call is None:
             self._flush_pending()
+            self._in_markup = False
             self._events.append(Content(opening + body + (closing if marker == closing else "")))
             return
         self._pending.clear()
-        self._section_has_call = self._section_end is not None
+        self._section_has_call = self._in_markup = self._section_end is not None
         self._events.append(call)
 
     def _end_held(self) -> None:
