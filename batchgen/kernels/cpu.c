@@ -1,9 +1,12 @@
 /* What a decoder computes on a CPU: dense layers, experts, norms, the router. Attention is in cpu_attention.c, what keeps a state per
  * sequence in cpu_delta.c.
- * In: float32 activations; weights as stored, float32 or bfloat16. Out: float32. Never allocates, packs or copies a weight.
+ * In: float32 activations; weights as stored, float32 or bfloat16, those of experts also packed (cpu_quant.c). Out: float32. Never
+ * allocates, packs or copies a weight.
  *
  * Sizes: T tokens, K experts per token, E experts, R = T * K rows of the expert batch, D inputs, N outputs, F expert width, H heads.
  */
+
+#include <omp.h>
 
 #include "cpu.h"
 
@@ -106,12 +109,12 @@ INLINE void add_bias(float *y, const void *bias, int is_bfloat16, long at, long 
 }
 
 /* A layer of experts: out_TD = sum over k of weights_TK * down(activation(gate(x), up(x))) of expert ids_TK; biases may be NULL.
- * Work space: order_R and start_E (E + 1) of int64, hidden_RF and y_RD of float32. */
-void experts(const float *x, const void *gate_up, const void *down, const void *gate_up_bias, const void *down_bias, long is_bfloat16,
-             long kind, double a, double b, const int64_t *ids, const float *weights, float *out, long T, long K, long E, long D, long F,
-             int64_t *order, int64_t *start, float *hidden, float *y, long threads) {
-    product_function multiply = is_bfloat16 ? product_bfloat16 : product_float32;
-    long size = is_bfloat16 ? 2 : 4;
+ * Work space: order_R and start_E (E + 1) of int64, hidden_RF and y_RD of float32; for packed weights `scratch` [threads, scratch_size], which
+ * holds `panel` rows of D or `down_panel` rows of F. */
+void experts(const float *x, const matrix *gates, const matrix *ups, const matrix *downs, const void *gate_up_bias, const void *down_bias,
+             long is_bfloat16, long kind, double a, double b, const int64_t *ids, const float *weights, float *out, long T, long K, long E,
+             long D, long F, int64_t *order, int64_t *start, float *hidden, float *y, long panel, long down_panel, long scratch_size,
+             float *scratch, long threads) {
     memset(start, 0, (E + 1) * sizeof *start);
     for (long r = 0; r < T * K; r++) start[ids[r] + 1]++;
     for (long e = 0; e < E; e++) start[e + 1] += start[e];
@@ -124,7 +127,6 @@ void experts(const float *x, const void *gate_up, const void *down, const void *
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < E * wide; task++) {
             long e = task / wide, first = task % wide * TASK_OUTPUTS, end = F - first < TASK_OUTPUTS ? F : first + TASK_OUTPUTS;
-            const char *matrix = (const char *)gate_up + e * 2 * F * D * size;
             for (long top = start[e]; top < start[e + 1]; top += TASK_ROWS) {
                 long rows = start[e + 1] - top < TASK_ROWS ? start[e + 1] - top : TASK_ROWS;
                 const float *in[TASK_ROWS];
@@ -134,8 +136,8 @@ void experts(const float *x, const void *gate_up, const void *down, const void *
                     gate_rows[r] = hidden + (top + r) * F + first;
                     up_rows[r] = up + r * TASK_OUTPUTS;
                 }
-                multiply(in, rows, matrix, first, end, D, gate_rows);
-                multiply(in, rows, matrix, F + first, F + end, D, up_rows);
+                matrix_product(gates, e, in, rows, first, end, D, gate_rows, panel, scratch + omp_get_thread_num() * scratch_size);
+                matrix_product(ups, e, in, rows, first, end, D, up_rows, panel, scratch + omp_get_thread_num() * scratch_size);
                 for (long r = 0; r < rows; r++) {
                     if (gate_up_bias) {
                         add_bias(gate_rows[r], gate_up_bias, (int)is_bfloat16, e * 2 * F + first, end - first);
@@ -148,13 +150,12 @@ void experts(const float *x, const void *gate_up, const void *down, const void *
 #pragma omp for schedule(dynamic)
         for (long task = 0; task < E * deep; task++) {
             long e = task / deep, first = task % deep * TASK_OUTPUTS, end = D - first < TASK_OUTPUTS ? D : first + TASK_OUTPUTS;
-            const char *matrix = (const char *)down + e * D * F * size;
             for (long top = start[e]; top < start[e + 1]; top += TASK_ROWS) {
                 long rows = start[e + 1] - top < TASK_ROWS ? start[e + 1] - top : TASK_ROWS;
                 const float *in[TASK_ROWS];
                 float *rows_out[TASK_ROWS];
                 for (long r = 0; r < rows; r++) in[r] = hidden + (top + r) * F, rows_out[r] = y + order[top + r] * D + first;
-                multiply(in, rows, matrix, first, end, F, rows_out);
+                matrix_product(downs, e, in, rows, first, end, F, rows_out, down_panel, scratch + omp_get_thread_num() * scratch_size);
                 for (long r = 0; down_bias && r < rows; r++) add_bias(rows_out[r], down_bias, (int)is_bfloat16, e * D + first, end - first);
             }
         }

@@ -170,6 +170,18 @@ static __attribute__((noinline)) void product_bfloat16(const float *const *x, lo
 
 typedef void (*product_function)(const float *const *, long, const void *, long, long, long, float *const *);
 
+enum { FLOAT32, BFLOAT16, FP8, MXFP4, INT4 };
+
+/* A stack of matrices [., N, D], or a single one, as int64 from outside. */
+typedef struct {
+    const void *codes, *scales; /* of the first one; plain kinds have no scales */
+    long kind, height, width;   /* rows and columns that share a scale */
+    long stride;                /* rows from one matrix of the stack to the next */
+} matrix;
+
+void matrix_product(const matrix *m, long expert, const float *const *x, long rows, long first, long end, long depth, float *const *y,
+              long panel, float *scratch);
+
 /* e^v, relative error below 2e-7 (Cephes' reduction and polynomial); v is clamped to +-87, NaN stays NaN. */
 INLINE vec exponential(vec v) {
     const vec zero = {0};

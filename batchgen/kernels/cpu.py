@@ -22,21 +22,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from batchgen.kernels.cpu_quant import PackedProducts, describe
 from batchgen.moe.activation import Activation
 from batchgen.moe.routing import Routing
 from batchgen.packing import Spans
 
 log = logging.getLogger(__name__)
 
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.h", "cpu.c", "cpu_attention.c", "cpu_choice.c", "cpu_delta.c")]
+SOURCES = [Path(__file__).with_name(f"cpu{part}") for part in (".h", ".c", "_attention.c", "_choice.c", "_delta.c", "_quant.c")]
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 COMPILE_TIMEOUT_S = 120
-ACTIVATIONS = ("silu", "clamped", "situ")
 SCORINGS = ("softmax", "sigmoid", "chosen")
 """As cpu.c numbers them."""
 
 
-class CpuKernels:
+class CpuKernels(PackedProducts):
     """What a decoder computes, on float32 activations and float32 or bfloat16 weights and KV, accumulated in float32.
 
     Each output has the same bits whatever else is in the batch and however many threads there are. Threads are torch's.
@@ -84,21 +84,14 @@ class CpuKernels:
     ) -> Tensor:
         """Sum over each token's experts of weight * down(activation(gate(x), up(x))), float32 [T, D]; gate above up in `gate_up_EFD`.
         `biases`: of gate and up [E, F], and of down [E, D], stored as the weights are."""
-        (num_tokens, k), (num_experts, depth, width) = ids_TK.shape, down_EDF.shape
-        x_TD, ids_TK, weights_TK = x_TD.contiguous(), ids_TK.contiguous(), weights_TK.float().contiguous()
-        out_TD = torch.empty_like(x_TD)
-        order_R, start_E = ids_TK.new_empty(num_tokens * k), ids_TK.new_empty(num_experts + 1)
-        hidden_RF, y_RD = x_TD.new_empty(num_tokens * k, width), x_TD.new_empty(num_tokens * k, depth)
-        sizes = (num_tokens, k, num_experts, depth, width)
-        weights = (gate_up_EFD, down_EDF, *(biases or (None, None)), _is_bfloat16(gate_up_EFD))
-        self._call("experts", x_TD, *weights, *_coded(activation), ids_TK, weights_TK, out_TD, *sizes, order_R, start_E, hidden_RF, y_RD)
-        return out_TD
+        matrices = (describe(gate_up_EFD), describe(gate_up_EFD, first_row=down_EDF.shape[2]), describe(down_EDF))
+        return self._experts(x_TD, matrices, down_EDF.shape, ids_TK, weights_TK, activation, biases)
 
     def gate(self, gate_up_T2F: Tensor, activation: Activation) -> Tensor:
         """activation(gate, up) of rows that hold all gates, then all ups; float32 [T, F]."""
         num_tokens, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out_TF = gate_up_T2F.new_empty(num_tokens, width)
-        self._call("gate", gate_up_T2F.contiguous(), *_coded(activation), out_TF, num_tokens, width)
+        self._call("gate", gate_up_T2F.contiguous(), *self._coded(activation), out_TF, num_tokens, width)
         return out_TF
 
     def sigmoid_times(self, x: Tensor, y: Tensor | None, silu: bool = False) -> Tensor:
@@ -233,10 +226,6 @@ class CpuKernels:
     def _call(self, name: str, *arguments: Tensor | float | None) -> None:
         """Tensors go as addresses, integers as C's long, the rest as double; the number of threads comes last."""
         getattr(self._library, name)(*map(_c_value, arguments), ctypes.c_long(torch.get_num_threads()))
-
-
-def _coded(activation: Activation) -> tuple[int, float, float]:
-    return ACTIVATIONS.index(activation.kind), activation.a, activation.b
 
 
 def _placed(spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
