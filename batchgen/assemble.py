@@ -41,5 +41,6 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
         num_experts_per_tok=model.num_experts_per_tok,
         dtype=str(loaded.dtype).removeprefix("torch."),
         deterministic=config.deterministic,
+        message_format=tokenizer.message_format if tokenizer else None,
     )
     return loaded, tokenizer, memory, facts

@@ -141,6 +141,8 @@ def _wrong(what: str, message: str) -> RequestError:
 def _message(where: str, message: Any) -> Message:
     if isinstance(message, Message):
         return message
+    if isinstance(message, msgspec.Struct):  # a sample's own message
+        message = msgspec.to_builtins(message)
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise _wrong("messages", f"{where} is an object with a string `role`, got {message!r:.100}")
     given = {key: value for key, value in message.items() if value is not None}

@@ -68,6 +68,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_experts_per_tok: int
     dtype: str
     deterministic: bool
+    message_format: str | None = None
+    """How the model writes reasoning and tool calls (`batchgen.text.parsers.formats.FORMATS`); None without a tokenizer."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -13,7 +13,8 @@ from batchgen.events import PromptScored, SampleFinished
 from batchgen.outputs import Group, GroupBuilder, Sample
 from batchgen.request import Request, sample_seed, seed_base
 from batchgen.sampling_params import SamplingParams
-from batchgen.text.prompts import Prompt, prompt_ids
+from batchgen.text.prompts import Prompt, prompt_ids, tools_of
+from batchgen.text.replies import Replies
 
 
 class LLM:
@@ -51,7 +52,7 @@ class LLM:
         each = params if isinstance(params, list) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling params")
-        builders: dict[str, tuple[int, GroupBuilder]] = {}
+        builders: dict[str, tuple[int, GroupBuilder, Replies]] = {}
         groups: list[Group | None] = [None] * len(prompts)
         for position, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
             request_id = str(self._num_requests)
@@ -68,11 +69,13 @@ class LLM:
             except RequestError as error:
                 groups[position] = _error_group(request_id, ids, wanted, base, error.info())
                 continue
-            builders[request_id] = (position, GroupBuilder(request_id, ids, wanted.n, wanted.logprobs_mode))
+            replies = Replies(self.engine.tokenizer, ids, tools_of(prompt, tools))
+            builders[request_id] = (position, GroupBuilder(request_id, ids, wanted.n, wanted.logprobs_mode), replies)
         while builders:
             for event in self.engine.step():
                 if isinstance(event, SampleFinished) and event.request_id in builders:
-                    position, builder = builders[event.request_id]
+                    position, builder, replies = builders[event.request_id]
+                    replies.attach(event.sample)
                     if builder.add(event.sample, event.num_cached_tokens):
                         groups[position] = builders.pop(event.request_id)[1].group
                     if on_sample is not None:

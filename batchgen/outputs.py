@@ -1,6 +1,7 @@
 """What a generation returns. In: finished sequences. Out: Sample and Group. Never imports torch."""
 
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -9,11 +10,26 @@ from batchgen.errors import ErrorInfo
 if TYPE_CHECKING:
     import numpy as np
 
+    from batchgen.text.message import Message
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 LogprobsMode = Literal["processed", "raw"]
 
 
-class Sample(msgspec.Struct, kw_only=True):
+class Reply(msgspec.Struct, kw_only=True, frozen=True):
+    """What a sample's message is read from."""
+
+    format: str
+    """The model's message format, one of `batchgen.text.parsers.formats.FORMATS`."""
+    tools: list[dict[str, Any]] | None
+    """The request's, to type arguments by."""
+    thinking_open: bool
+    """Whether the prompt ends inside the reasoning."""
+    text: str | None
+    """The text with the format's markers, where `Sample.text` hides some."""
+
+
+class Sample(msgspec.Struct, kw_only=True, dict=True):
     """One completion. Every per-token list has exactly `len(token_ids)` entries."""
 
     index: int
@@ -39,6 +55,25 @@ class Sample(msgspec.Struct, kw_only=True):
     """int16 [prompt + output - 1, MoE layers, experts per token]: the router's choice for every position that was computed."""
     error: ErrorInfo | None = None
     """Set exactly when finish_reason is `error`."""
+    reply: Reply | None = None
+    """What `message` is read from; None where that is not known."""
+
+    @cached_property
+    def message(self) -> "Message | None":
+        """The sample as an assistant's message: content, reasoning_content and tool_calls. Parsed on first use.
+
+        None for errors and where the model folder has no tokenizer. In a format without reasoning or tools it is plain content. Calls
+        without ids of the model's own are named by the sample's seed, so that no two turns of a conversation share one.
+        """
+        if self.reply is None:
+            return None
+        from batchgen.text.message import MessageParser
+
+        prefix = f"call_{self.seed:016x}_"
+        parser = MessageParser(self.reply.format, self.reply.tools, self.reply.thinking_open, call_prefix=prefix)
+        parser.feed(self.text if self.reply.text is None else self.reply.text)
+        parser.finish()
+        return parser.message
 
 
 class Group(msgspec.Struct, kw_only=True):

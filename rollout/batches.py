@@ -26,10 +26,12 @@ _NOTHING = msgspec.Raw()
 
 
 class ChatOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What goes with a chat prompt; only a node looks inside."""
+    """What goes with a chat prompt, and whether results are to be read as messages; only a node looks inside."""
 
     tools: msgspec.Raw = _NOTHING
     template_kwargs: msgspec.Raw = _NOTHING
+    markers: bool = False
+    """Send what a sample's message is read from."""
 
 
 class RequestParams(SamplingParams, frozen=True, kw_only=True):
@@ -45,6 +47,7 @@ class Asked:
     params: SamplingParams
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    markers: bool = False
 
 
 _params = msgspec.msgpack.Decoder(RequestParams)
@@ -127,12 +130,13 @@ def _prompts(heads: Sequence[RequestHead] | Sequence[AssignHead], frames: Sequen
 
 
 def encode_params(
-    params: SamplingParams, tools: list[dict[str, Any]] | None = None, template_kwargs: dict[str, Any] | None = None
+    params: SamplingParams, tools: list[dict[str, Any]] | None = None, template_kwargs: dict[str, Any] | None = None, markers: bool = False
 ) -> bytes:
     """An entry of the params frame. ProtocolError when the parameters alone are too long for a message."""
     fields: SamplingParams | dict[str, Any] = params
-    if tools or template_kwargs:
-        options = {name: value for name, value in (("tools", tools), ("template_kwargs", template_kwargs)) if value}
+    if tools or template_kwargs or markers:
+        options = {"tools": tools, "template_kwargs": template_kwargs, "markers": markers}
+        options = {name: value for name, value in options.items() if value}
         fields = {**msgspec.to_builtins(params), "chat": options}
     encoded = _encoder.encode(fields)
     if len(encoded) > limits.MAX_PARAMS_BYTES // 2:
@@ -151,7 +155,7 @@ def decode_asked(encoded: bytes) -> Asked:
     chat = entry.chat or ChatOptions()
     try:
         tools, kwargs = check_tools(_open(chat.tools)), check_template_kwargs(_open(chat.template_kwargs))
-        return Asked(params=_sampling(entry), tools=tools, template_kwargs=kwargs)
+        return Asked(params=_sampling(entry), tools=tools, template_kwargs=kwargs, markers=chat.markers)
     except BatchGenError as error:
         raise ProtocolError(error.message, code=error.code) from None
 

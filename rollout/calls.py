@@ -19,6 +19,7 @@ from rollout.errors import ProtocolError
 from rollout.results import Finished, Progress
 from rollout.wire import PromptKind
 
+_Entry = tuple[bytes, list[dict[str, Any]] | None]
 ProgressCallback = Callable[[int, int], None]
 """progress(finished samples, all samples)"""
 
@@ -35,24 +36,25 @@ class Call:
         self._num_samples = num_samples
         self._num_finished = 0
         self._progress = progress
-        self._entries: dict[tuple[int, int, int], tuple[Any, bytes]] = {}
+        self._entries: dict[tuple[int, int, int, bool], tuple[Any, _Entry]] = {}
         self._equal: dict[bytes, bytes] = {}
         if not num_prompts:
             self.done.set_result([])
 
-    def entry(self, params: SamplingParams, asks: "Asks", prompt: Prompt) -> bytes:
-        """The params entry of one of the call's prompts; equal ones are one object. ProtocolError, RequestError."""
+    def entry(self, params: SamplingParams, asks: "Asks", prompt: Prompt, markers: bool) -> "_Entry":
+        """The params entry of one of the call's prompts, and its tools; equal ones are one object. ProtocolError, RequestError."""
         tools, kwargs = asks.tools, asks.template_kwargs
         if isinstance(prompt, ChatPrompt):
             tools = tools if prompt.tools is None else prompt.tools
             kwargs = kwargs if prompt.chat_template_kwargs is None else prompt.chat_template_kwargs
         elif (tools or kwargs) and not is_chat(prompt):
             raise misplaced(prompt, "tools" if tools else "chat_template_kwargs")
-        key = (id(params), id(tools), id(kwargs))
+        key = (id(params), id(tools), id(kwargs), markers)
         held = self._entries.get(key)
         if held is None:
-            encoded = encode_params(params, check_tools(tools), check_template_kwargs(kwargs))
-            held = self._entries[key] = (params, tools, kwargs), self._equal.setdefault(encoded, encoded)
+            checked = check_tools(tools)
+            encoded = encode_params(params, checked, check_template_kwargs(kwargs), markers)
+            held = self._entries[key] = (params, tools, kwargs), (self._equal.setdefault(encoded, encoded), checked)
         return held[1]
 
     def all_added(self) -> None:

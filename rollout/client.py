@@ -308,16 +308,18 @@ class AsyncRolloutClient:
         """Make a request of a prompt; one that cannot be sent ends here, in error samples."""
         error: ErrorInfo | None = None
         kind: wire.PromptKind = "ids"
+        tools: list[dict[str, Any]] | None = None
         data = params = b""
         try:
             kind, data = encode_prompt(prompt)
-            params = call.entry(wanted, asks, prompt)
+            markers = self.model is None or self.model.message_format is not None
+            params, tools = call.entry(wanted, asks, prompt, markers)
         except BatchGenError as fault:
             error = fault.info()
         request = OpenRequest(
             request_id=number, label=f"{self.session[:8]}-{number}", kind=kind, prompt=data, params=params, n=wanted.n,
             logprobs_mode=wanted.logprobs_mode, seed_base=seed_base(self.seed, str(number), wanted), timeout_s=self._request_timeout_s,
-            stream=tokens, sink=call, position=position,
+            stream=tokens, sink=call, position=position, tools=tools,
         )  # fmt: skip
         call.requests.append(request)
         self._core.add(request)

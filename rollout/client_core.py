@@ -35,16 +35,17 @@ class OpenRequest:
 
     __slots__ = (
         "accepted", "builder", "cancelled", "id", "kind", "n", "params", "position", "prompt", "seed_base", "sent_at", "sink", "stream",
-        "timeout_s",
+        "timeout_s", "tools",
     )  # fmt: skip
 
     def __init__(
         self, *, request_id: int, label: str, kind: wire.PromptKind, prompt: bytes, params: bytes, n: int, logprobs_mode: LogprobsMode,
-        seed_base: int, timeout_s: float, stream: bool, sink: Sink, position: int,
+        seed_base: int, timeout_s: float, stream: bool, sink: Sink, position: int, tools: list[dict[str, Any]] | None = None,
     ):  # fmt: skip
         self.id, self.kind, self.prompt, self.params, self.n = request_id, kind, prompt, params, n
         self.seed_base, self.timeout_s, self.stream, self.sink, self.position = seed_base, timeout_s, stream, sink, position
         self.builder = GroupBuilder(label, decode_ids(prompt) if kind == "ids" else [], n, logprobs_mode)
+        self.tools = tools
         self.sent_at: float | None = None
         self.accepted = False
         self.cancelled = False
@@ -56,6 +57,8 @@ class ClientCore:
     def __init__(self) -> None:
         self.credits = 0
         """Set by welcome."""
+        self.message_format: str | None = None
+        """The served model's; set by welcome."""
         self.retries = 0
         """Requests that were sent again after a reject or a reconnect."""
         self._open: dict[int, OpenRequest] = {}
@@ -120,6 +123,7 @@ class ClientCore:
     def welcome(self, message: wire.Welcome, reconnected: bool) -> list[Frames]:
         """Take the credits; after a (re)connect, queue everything unfinished again. Returns cancels to repeat."""
         self.credits = message.credits
+        self.message_format = message.model.message_format if message.model is not None else None
         if not reconnected:
             return []
         again = [request for request in self._open.values() if request.sent_at is not None]
@@ -166,7 +170,8 @@ class ClientCore:
                 continue
             match item:
                 case wire.SampleItem():
-                    self._give(request, unpack_sample(item, body), item.cached_tokens)
+                    sample = unpack_sample(item, body, self.message_format, request.tools)
+                    self._give(request, sample, item.cached_tokens)
                 case wire.ProgressItem():
                     request.sink.progress(request, item.index, item.start, *unpack_progress(item, body))
                 case wire.PromptItem():

@@ -14,6 +14,7 @@ from batchgen.errors import ErrorInfo, RequestError
 from batchgen.events import EngineStats, ModelFacts, PromptScored, SampleFinished, SampleProgress, WeightsCommitted
 from batchgen.request import Request, sample_seed
 from batchgen.text.prompts import Prompt, is_chat, prompt_ids
+from batchgen.text.replies import Replies
 from rollout.batches import Asked
 from rollout.results import error_sample, pack_progress, pack_prompt, pack_sample
 from rollout.wire import ResultItem
@@ -72,10 +73,10 @@ Output = Results | WeightAnswers | EngineStats | Stopped
 class _Part:
     """One assigned part: how to pack its samples and how many are still to come."""
 
-    __slots__ = ("logprobs_mode", "missing", "part", "prompt")
+    __slots__ = ("logprobs_mode", "missing", "part", "prompt", "replies")
 
-    def __init__(self, part: int, logprobs_mode: str, prompt: list[int], missing: int):
-        self.part, self.logprobs_mode, self.prompt, self.missing = part, logprobs_mode, prompt, missing
+    def __init__(self, part: int, logprobs_mode: str, prompt: list[int], missing: int, replies: Replies | None):
+        self.part, self.logprobs_mode, self.prompt, self.missing, self.replies = part, logprobs_mode, prompt, missing, replies
 
 
 class EngineThread:
@@ -219,7 +220,8 @@ class EngineThread:
         except RequestError as error:
             self._fail(part, error.info(), seed_base, indices)
             return
-        self._parts[self._name(part)] = _Part(part, params.logprobs_mode, token_ids, len(indices))
+        replies = Replies(engine.tokenizer, token_ids) if asked.markers else None
+        self._parts[self._name(part)] = _Part(part, params.logprobs_mode, token_ids, len(indices), replies)
 
     def _token_ids(self, prompt: Prompt, asked: Asked) -> list[int]:
         try:
@@ -246,6 +248,8 @@ class EngineThread:
                 continue
             match event:
                 case SampleFinished():
+                    if part.replies is not None:
+                        part.replies.attach(event.sample)
                     self._out.append(pack_sample(part.part, event, part.logprobs_mode))
                     part.missing -= 1
                     if not part.missing:

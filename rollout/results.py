@@ -14,7 +14,7 @@ import msgspec
 
 from batchgen.errors import ErrorInfo
 from batchgen.events import EngineStats, ModelFacts, PromptScored, SampleFinished, SampleProgress
-from batchgen.outputs import Group, Sample
+from batchgen.outputs import Group, Reply, Sample
 from rollout import limits
 from rollout.errors import ProtocolError
 from rollout.wire import ProgressItem, PromptItem, SampleItem, cut
@@ -98,7 +98,10 @@ class ServiceStats(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def pack_sample(request: int, event: SampleFinished, logprobs_mode: str) -> tuple[SampleItem, bytes]:
-    """The wire form of a finished sample. A sample that cannot be sent becomes an error sample that says why."""
+    """The wire form of a finished sample. A sample that cannot be sent becomes an error sample that says why.
+
+    Of its reply go the marked text and `thinking_open`: the client knows the rest.
+    """
     sample = event.sample
     text = sample.text.encode("utf-8", "replace")
     parts = [array("i", sample.token_ids).tobytes(), array("f", sample.logprobs).tobytes()]
@@ -115,6 +118,10 @@ def pack_sample(request: int, event: SampleFinished, logprobs_mode: str) -> tupl
         routed = (rows, layers, per_token)
         parts.append(experts.tobytes())
     parts.append(text)
+    marked = b""
+    if sample.reply is not None and sample.reply.text is not None:
+        marked = sample.reply.text.encode("utf-8", "replace")
+        parts.append(marked)
     body = b"".join(parts)
     if len(body) > limits.MAX_ITEM_BYTES or len(sample.weights_versions) > limits.MAX_SPANS:
         size = f"{len(body)} bytes and {len(sample.weights_versions)} version spans"
@@ -125,22 +132,27 @@ def pack_sample(request: int, event: SampleFinished, logprobs_mode: str) -> tupl
         request=request, index=sample.index, finish_reason=sample.finish_reason, num_tokens=len(sample.token_ids), text_bytes=len(text),
         seed=sample.seed, logprobs_mode="raw" if logprobs_mode == "raw" else "processed", spans=sample.weights_versions,
         stop_match=sample.stop_match, detail=None if sample.detail is None else cut(sample.detail), top_k=top_k, routed=routed,
-        cached_tokens=event.num_cached_tokens, error=_cut_error(sample.error),
+        cached_tokens=event.num_cached_tokens, error=_cut_error(sample.error), marked_bytes=len(marked),
+        thinking_open=sample.reply is not None and sample.reply.thinking_open,
     )  # fmt: skip
     return item, body
 
 
-def unpack_sample(item: SampleItem, body: Any) -> Sample:
-    """The Sample again. ProtocolError when the body's size is not what the item says."""
+def unpack_sample(item: SampleItem, body: Any, message_format: str | None = None, tools: list[dict[str, Any]] | None = None) -> Sample:
+    """The Sample again; its message is read in the given format. ProtocolError when the body's size is not what the item says."""
     t, k = item.num_tokens, item.top_k
     routed_bytes = 2 * prod(item.routed) if item.routed else 0
-    _expect(body, 8 * t + 8 * t * k + routed_bytes + item.text_bytes, "sample")
+    _expect(body, 8 * t + 8 * t * k + routed_bytes + item.text_bytes + item.marked_bytes, "sample")
     reader = _Reader(body)
     token_ids, logprobs = reader.ints(t), reader.floats(t)
     top = _unpack_top(reader, t, k) if k else None
     routed = reader.experts(item.routed) if item.routed else None
+    text, marked = reader.text(item.text_bytes), reader.text(item.marked_bytes) if item.marked_bytes else None
+    reply: Reply | None = None
+    if message_format is not None and item.error is None:
+        reply = Reply(format=message_format, tools=tools, thinking_open=item.thinking_open, text=marked)
     return Sample(
-        index=item.index, token_ids=token_ids, logprobs=logprobs, text=reader.text(item.text_bytes), finish_reason=item.finish_reason,
+        index=item.index, token_ids=token_ids, logprobs=logprobs, text=text, reply=reply, finish_reason=item.finish_reason,
         stop_match=item.stop_match, detail=item.detail, seed=item.seed, weights_versions=item.spans,
         top_logprobs=top, routed_experts=routed, error=item.error,
     )  # fmt: skip
@@ -201,7 +213,7 @@ def check_body(item: SampleItem | ProgressItem | PromptItem, body: Any) -> None:
     """ProtocolError when a body's size is not what its item says; for whoever forwards without unpacking."""
     t = item.num_tokens
     if isinstance(item, SampleItem):
-        expected = 8 * t + 8 * t * item.top_k + (2 * prod(item.routed) if item.routed else 0) + item.text_bytes
+        expected = 8 * t + 8 * t * item.top_k + (2 * prod(item.routed) if item.routed else 0) + item.text_bytes + item.marked_bytes
     elif isinstance(item, ProgressItem):
         expected = 8 * t + item.text_bytes
     else:

@@ -191,7 +191,7 @@ class Item(msgspec.Struct, tag_field="item", forbid_unknown_fields=True, kw_only
 
 class SampleItem(Item, tag="sample", kw_only=True):
     """The result of one sample. Body: ids int32 [t], logprobs float32 [t], top ids int32 [t, top_k], top logprobs float32 [t, top_k],
-    routed experts int16 [routed], text UTF-8 [text_bytes]; t = num_tokens."""
+    routed experts int16 [routed], text UTF-8 [text_bytes], marked text UTF-8 [marked_bytes]; t = num_tokens."""
 
     index: Index
     finish_reason: FinishReason
@@ -207,6 +207,10 @@ class SampleItem(Item, tag="sample", kw_only=True):
     routed: tuple[Count, Count, Count] | None = None
     cached_tokens: Count = 0
     error: ErrorInfo | None = None
+    marked_bytes: Annotated[int, Meta(ge=0, le=limits.MAX_ITEM_BYTES)] = 0
+    """The text with the markers that it hides of the model's message format; only to requests with `markers`, 0 where it hides none."""
+    thinking_open: bool = False
+    """The prompt ends inside the reasoning; only to requests with `markers`."""
 
 
 class ProgressItem(Item, tag="progress", kw_only=True):

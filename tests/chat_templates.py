@@ -1,5 +1,7 @@
 """Short chat templates in the styles of several families, and a tokenizer for them. In: nothing. Out: Jinja sources, a Tokenizer."""
 
+import json
+
 from text_samples import byte_level
 
 from batchgen.text.tokenizer import Tokenizer
@@ -130,5 +132,13 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 FAMILIES = {"qwen3": QWEN3, "deepseek_v31": DEEPSEEK_V31, "glm45": GLM45, "minimax_m2": MINIMAX_M2, "gpt_oss": GPT_OSS, "kimi_k2": KIMI_K2}
 
 
-def tokenizer(template: str) -> Tokenizer:
-    return Tokenizer(byte_level(), {"bos_token": "<s>"}, chat_templates={"default": template.lstrip("\n")})
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+
+
+def tokenizer(template: str, special: tuple[str, ...] = ()) -> Tokenizer:
+    """Bytes and a few merges; `special` are further control tokens."""
+    spec = json.loads(json.dumps(byte_level()))
+    first = 1 + max(entry["id"] for entry in spec["added_tokens"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    spec["added_tokens"] += [{"id": first + at, "content": name, "special": True, **flags} for at, name in enumerate(special)]
+    return Tokenizer(spec, {"bos_token": "<s>"}, chat_templates={"default": template.lstrip("\n")})

@@ -4,11 +4,15 @@ import json
 
 import pytest
 from chat_templates import DEEPSEEK_V31, FAMILIES, GLM45, GPT_OSS, KIMI_K2, MINIMAX_M2, PLAIN, QWEN3, tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from text_samples import KINDS, byte_level
 
 from batchgen import chat
 from batchgen.chat import ChatPrompt, check_messages, check_template_kwargs, check_tools
 from batchgen.errors import RequestError
 from batchgen.text.prompts import prompt_ids
+from batchgen.text.tokenizer import Tokenizer
 
 WEATHER = {
     "type": "function",
@@ -231,3 +235,15 @@ def test_llm_takes_tools_and_controls_and_refuses_wrong_ones_before_any_work():
     groups = llm.generate([USER, [1]], params, tools=[WEATHER])
     assert groups[0].prompt_token_ids == llm.encode(USER, [WEATHER]) != llm.encode(USER)
     assert groups[1].samples[0].error.code == "tools_need_chat"
+
+
+@given(
+    parts=st.lists(st.one_of(st.sampled_from(["<|im_end|>", "<s>", "<mask>", "<|", "s>", "≮", "\u212a"]), st.text(max_size=3)), max_size=5)
+)
+def test_a_text_that_is_passed_without_encoding_holds_no_control_token(parts):
+    text = "".join(parts).encode("utf-8", "replace").decode()
+    for make in KINDS.values():
+        one = Tokenizer(make() | {"normalizer": {"type": "NFC"}} if make is byte_level else make())
+        if one._is_harmless(text):
+            assert not one._control_ids.intersection(one.encode(text, parse_special=True, add_special_tokens=False))
+        assert make is byte_level or not one._is_harmless("x")

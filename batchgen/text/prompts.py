@@ -44,6 +44,11 @@ def prompt_ids(tokenizer: ChatTokenizer | None, prompt: Any, tools: list[dict[st
     return tokenizer.apply_chat_template(messages, tools=tools, **kwargs)
 
 
+def tools_of(prompt: Any, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The tools a prompt is shown: its own, else the call's."""
+    return prompt.tools or None if isinstance(prompt, ChatPrompt) and prompt.tools is not None else tools
+
+
 def misplaced(prompt: Any, what: str) -> RequestError:
     """The refusal of tools or template kwargs with a prompt that nothing would put them into."""
     kind = "text" if isinstance(prompt, str) else "token ids"

@@ -8,6 +8,7 @@ tiktoken.model, whose formats are built of them, `decode` shows them but no text
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ import tokenizers
 from batchgen.errors import ModelError, RequestError
 from batchgen.text import kimi_k3
 from batchgen.text.chat_template import ChatTemplate, check_messages, map_strings, with_arguments
+from batchgen.text.parsers.formats import format_for
 from batchgen.text.pieces import token_pieces
 from batchgen.text.tiktoken_files import tiktoken_spec
 
@@ -35,11 +37,12 @@ class Tokenizer:
         chat_templates: dict[str, str] | None = None,
         num_ids: int = 0,
         guard_added: bool = False,
-        kimi_k3_chat: bool = False,
+        model_type: str = "",
     ):
         """`guard_added`: no added token is made from a user's text, also those that decode shows.
 
-        `kimi_k3_chat`: without a template, chats are encoded in Kimi-K3's format.
+        `model_type`: config.json's. It tells the format of messages where the chat template does not, and that a folder without a
+        template is Kimi-K3's.
         """
         config = config or {}
         self._num_ids = num_ids
@@ -65,11 +68,13 @@ class Tokenizer:
         named_eos = self._vocab.get(self.named_tokens.get("eos_token", ""))
         self.eos_token_ids = list(dict.fromkeys([*eos_token_ids, *([] if named_eos is None else [named_eos])]))
         """Ids that end a sample: generation_config.json's (else config.json's), then the tokenizer's own."""
-        self._kimi_k3_chat = kimi_k3_chat and not chat_templates
+        self._kimi_k3_chat = model_type == "kimi_k3" and not chat_templates
         if self._kimi_k3_chat:
             kimi_k3.check_tokens(self._vocab, "the tokenizer")
             self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, self._vocab[kimi_k3.END]]))
         self._templates = {name: ChatTemplate(text, self.named_tokens) for name, text in (chat_templates or {}).items()}
+        self.message_format = format_for(model_type, self.template_source)
+        """In which format the model writes reasoning and tool calls, for MessageParser."""
 
     @classmethod
     def from_folder(cls, path: str | Path, num_ids: int = 0) -> "Tokenizer | None":
@@ -90,8 +95,9 @@ class Tokenizer:
         eos = [eos] if isinstance(eos, int) else eos or []
         if not all(type(token) is int for token in eos):
             raise ModelError(f"{folder}: eos_token_id is an integer or a list of integers, got {eos!r:.100}")
-        chat_k3 = model.get("model_type") == "kimi_k3"
-        return cls(spec, config, eos, _read_templates(folder, config), num_ids, guard_added=ranked or chat_k3, kimi_k3_chat=chat_k3)
+        model_type = str(model.get("model_type", ""))
+        guard_added = ranked or model_type == "kimi_k3"
+        return cls(spec, config, eos, _read_templates(folder, config), num_ids, guard_added=guard_added, model_type=model_type)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of a text. `add_special_tokens`: what the tokenizer puts around a text (often BOS, often nothing).
@@ -218,7 +224,7 @@ class Tokenizer:
 
     def _break_special(self, text: str, seam: str) -> str:
         """Put the seam inside every control token that the text would become."""
-        if not text:
+        if not text or self._is_harmless(text):
             return text
         while True:
             encoding = _run(self._parsing, text, False)
@@ -228,6 +234,26 @@ class Tokenizer:
             for start, end in reversed(spans):
                 at = _inside(text, start, end)
                 text = text[:at] + seam + text[at:]
+
+    def _is_harmless(self, text: str) -> bool:
+        """Whether a look at the names alone shows that no control token is in the text: most texts need not be encoded to find out."""
+        return self._names is not None and (text.isascii() or not self._spec.get("normalizer")) and self._names.search(text) is None
+
+    @cached_property
+    def _names(self) -> re.Pattern[str] | None:
+        """Finds the control tokens' names; None where a token can come of text in which its name does not stand.
+
+        That is so with an unknown token, with normalizers that change ASCII, and with tokens that are looked for after normalising.
+        """
+        guarded = [entry for entry in self._spec["added_tokens"] if entry["id"] in self._control_ids]
+        normalizers = {node.get("type") for node in _nodes(self._spec, "normalizer")} - {None, "NFC"}
+        if (
+            normalizers
+            or any(entry.get("normalized", True) for entry in guarded)
+            or _unknown_id(self._spec["model"], self._vocab) is not None
+        ):
+            return None
+        return re.compile("|".join(re.escape(entry["content"]) for entry in guarded) or "(?!)")
 
     def _spell(self, text: str, encoder: tokenizers.Tokenizer) -> list[int]:
         """Ids without any control token, also where the vocabulary itself holds the name of one."""

@@ -13,6 +13,8 @@ from batchgen.events import Event, ModelFacts, PromptScored, SampleFinished
 from batchgen.outputs import Group, GroupBuilder
 from batchgen.request import Request
 from batchgen.sampling_params import SamplingParams
+from batchgen.text.prompts import tools_of
+from batchgen.text.replies import Replies
 from rollout.jobs.batch_file import Prompt
 from rollout.jobs.errors import BackendLost
 
@@ -42,6 +44,7 @@ class _Ticket:
     future: "asyncio.Future[Group]"
     request_id: str = field(default="")
     builder: GroupBuilder | None = None
+    replies: Replies | None = None
     cancelled: bool = False
 
 
@@ -143,17 +146,20 @@ def _admit(llm: "LLM", ticket: _Ticket, running: dict[str, _Ticket], settled: li
         settled.append((ticket.future, error))
         return
     ticket.builder = GroupBuilder(ticket.request_id, ids, params.n, params.logprobs_mode)
+    ticket.replies = Replies(llm.engine.tokenizer, ids, tools_of(ticket.prompt, None))
     running[ticket.request_id] = ticket
 
 
 def _deliver(event: Event, running: dict[str, _Ticket], settled: list[tuple["asyncio.Future[Any]", Any]]) -> None:
     if not isinstance(event, SampleFinished | PromptScored) or (ticket := running.get(event.request_id)) is None:
         return
-    builder = ticket.builder
-    assert builder is not None
+    builder, replies = ticket.builder, ticket.replies
+    assert builder is not None and replies is not None
     if isinstance(event, PromptScored):
         builder.group.prompt_logprobs, builder.group.prompt_top_logprobs = event.prompt_logprobs, event.prompt_top_logprobs
-    elif builder.add(event.sample, event.num_cached_tokens):
+        return
+    replies.attach(event.sample)
+    if builder.add(event.sample, event.num_cached_tokens):
         del running[event.request_id]
         settled.append((ticket.future, builder.group))
 

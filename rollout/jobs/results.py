@@ -16,8 +16,8 @@ class Choice(msgspec.Struct, kw_only=True):
     """One sample."""
 
     index: int
-    message: dict[str, str] | None
-    """{"role": "assistant", "content": text} for chat rows."""
+    message: dict[str, Any] | None
+    """OpenAI's, for chat rows: role, content, and reasoning_content and tool_calls where there are any."""
     text: str | None
     """The text for completion rows."""
     finish_reason: str
@@ -175,7 +175,7 @@ def _choice(row: Row, sample: Sample) -> Choice:
     chat = row.kind == "chat"
     return Choice(
         index=sample.index,
-        message={"role": "assistant", "content": sample.text} if chat else None,
+        message=_message(sample) if chat else None,
         text=None if chat else sample.text,
         finish_reason=sample.finish_reason,
         stop_match=sample.stop_match,
@@ -186,6 +186,10 @@ def _choice(row: Row, sample: Sample) -> Choice:
         logprobs=_logprobs(sample, chat) if row.want_logprobs else None,
         error=sample.error,
     )
+
+
+def _message(sample: Sample) -> dict[str, Any]:
+    return {"role": "assistant", "content": sample.text} if sample.message is None else sample.message.as_openai()
 
 
 def _logprobs(sample: Sample, chat: bool) -> dict[str, Any]:
