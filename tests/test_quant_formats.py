@@ -10,6 +10,7 @@ from batchgen.quant.format import Format, Parts
 from batchgen.quant.fp8 import Fp8
 from batchgen.quant.int4 import Int4
 from batchgen.quant.mxfp4 import Mxfp4Blocks, Mxfp4Packed
+from batchgen.quant.packed import Packed, linear
 
 FORMATS = [
     Fp8(),
@@ -300,3 +301,14 @@ def test_rows_are_cut_where_scales_begin():
     with pytest.raises(ValueError, match="multiples of 128"):
         Fp8().rows(parts, 64, 128)
     assert weight.shape == Fp8().shape(parts)
+
+
+@every_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_torch_multiplies_piece_by_piece(form: Format, dtype, monkeypatch):
+    stack = Packed(form, form.encode(randn(2, 300, 128)))
+    x = randn(7, 128, seed=1).to(dtype)
+    monkeypatch.setattr("batchgen.quant.packed.CHUNK_VALUES", 128 * 40)
+    got, expected = linear(x, stack[1]), x @ stack.decode(dtype)[1].T
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected, atol=1e-4 if dtype == torch.float32 else 0.3, rtol=1e-5 if dtype == torch.float32 else 0.02)

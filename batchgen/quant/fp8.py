@@ -19,6 +19,8 @@ from batchgen.quant.format import LEAST_SCALE, SLACK, Format, Parts, PartSpec, c
 
 LARGEST = 448.0
 NAN_CODE = 0x7F
+MOST_SCALE = 2.0**117
+"""448 times this is a number of float32, and so is 256 times this, which kernels use."""
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
 
 
@@ -88,7 +90,7 @@ class Fp8(Format):
         return parts[""].float() * self._spread(parts["_scale_inv"], *parts[""].shape)
 
     def _broken(self, parts: Parts) -> str | None:
-        if not torch.isfinite(parts["_scale_inv"]).all():
-            return "a block's scale is not finite"
+        if not parts["_scale_inv"].abs().amax() <= MOST_SCALE:  # not even if one is NaN
+            return "a block's scale is not finite or beyond 2^117"
         codes = parts[""].view(torch.uint8)
         return "a value is NaN" if ((codes & NAN_CODE) == NAN_CODE).any() else None

@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from batchgen.quant.format import Format, Parts
+from batchgen.quant.format import CHUNK_VALUES, Format, Parts
 
 
 class Packed:
@@ -30,3 +31,14 @@ class Packed:
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values."""
         return self.form.decode(self.parts, dtype)
+
+
+def linear(x_TD: Tensor, weight_ND: Packed) -> Tensor:
+    """x @ weight.T in plain torch, in the type of x; at most `CHUNK_VALUES` weights, or one block of rows, are decoded at a time."""
+    (num_outputs, depth), block = weight_ND.shape, weight_ND.form.row_block
+    step = max(1, CHUNK_VALUES // depth // block) * block
+    y_TN = x_TD.new_empty(len(x_TD), num_outputs)
+    for first in range(0, num_outputs, step):
+        end = min(first + step, num_outputs)
+        y_TN[:, first:end] = F.linear(x_TD, weight_ND.rows(first, end).decode(x_TD.dtype))
+    return y_TN
