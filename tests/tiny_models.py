@@ -93,6 +93,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "llama": ("Llama", {}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "sliding_window": 11,
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
     "deepseek_v2": ("DeepseekV2", {**_LATENT, **_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**_LATENT, **_DEEPSEEK}),
     "deepseek_v32": ("DeepseekV32", {**_LATENT, **_DEEPSEEK, **_INDEXER}),
@@ -122,7 +150,7 @@ def tiny_model(family: str, path: str | Path, seed: int = 0, **overrides: Any) -
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter, std=0.3)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

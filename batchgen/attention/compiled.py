@@ -6,7 +6,6 @@ C chosen keys.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from batchgen.kernels.cpu import CpuKernels

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, R1 and V3.1, Kimi-K2: latent attention, sigmoid routing with a correction, a shared expert. In: config.json. Out: ModelConfig."""
+"""DeepSeek-V3, R1, V3.1 and Kimi-K2: latent attention, corrected sigmoid routing, a shared expert. In: config.json. Out: ModelConfig."""
 
 from typing import Any
 

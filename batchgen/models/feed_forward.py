@@ -79,6 +79,8 @@ class Moe:
     activation: Activation = SILU
     corrected: bool = False
     """A bias takes part in the choice of experts and not in their weights (DeepSeek-V3)."""
+    biased: bool = False
+    """Router and experts have biases; checkpoints stack the experts, inputs first, gates and ups side by side (GPT-OSS)."""
     wide_router: bool = False
     """The router's product is in float32 whatever the type of weights."""
     shared_width: int = 0
@@ -146,11 +148,15 @@ class MoeLayer:
         self.router_ED = scope.tensor(spec.num_experts, hidden)
         self.correction_E = scope.tensor(spec.num_experts, dtype=torch.float32) if spec.corrected else None
         scope.matrices.append(self.router_ED)
+        self.router_bias_E = scope.parameter(f"{names.router}.bias", spec.num_experts) if spec.biased else None
         _register_router(layer, names, self.router_ED, self.correction_E)
         size = spec.latent_size or hidden
-        self.experts = Experts(spec.num_experts, size, spec.moe_intermediate_size, self.arithmetic, spec.activation)
+        self.experts = Experts(spec.num_experts, size, spec.moe_intermediate_size, self.arithmetic, spec.activation, spec.biased)
         scope.matrices.extend([self.experts.gate_up_EFD[0], self.experts.down_EDF[0]])
-        _register_experts(layer, names, self.experts)
+        if self.experts.biases is None:
+            _register_experts(layer, names, self.experts)
+        else:
+            _register_inputs_first(scope / "experts", self.experts, self.experts.biases)
         self.shared = DenseLayer(scope / names.shared, spec.shared_width, spec.activation) if spec.shared_width else None
         self.shared_gate = Linear(scope, hidden, {f"{names.shared}_gate": 1}) if spec.shared_gate else None
         self.down = Linear(scope, hidden, {"routed_expert_down_proj": size}) if spec.latent_size else None
@@ -159,7 +165,7 @@ class MoeLayer:
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor | ExpertSum, Tensor]:
         """The shared expert's part, the experts' part, and ids_TK."""
-        logits_TE = self.arithmetic.linear(x_TD, self.router_ED, wide=self.spec.wide_router)
+        logits_TE = self.arithmetic.linear(x_TD, self.router_ED, self.router_bias_E, wide=self.spec.wide_router)
         ids_TK, weights_TK = route(self.arithmetic, logits_TE, self.spec.routing, self.correction_E)
         shared_TD = None if self.shared is None else self._share(self.shared.hidden(x_TD), x_TD)
         if self.down is None or self.up is None:
@@ -177,9 +183,10 @@ class MoeLayer:
 
 
 def _register_router(layer: Scope, names: MoeNames, router_ED: Tensor, correction_E: Tensor | None) -> None:
-    own = [(f"{names.block}.{names.router}.weight", "mlp.gate.weight", router_ED)]
+    common = "mlp.gate.weight" if names.router == "gate" else f"mlp.{names.router}.weight"
+    own = [(f"{names.block}.{names.router}.weight", common, router_ED)]
     if correction_E is not None:
-        own.append((f"{names.block}.{names.correction}", "mlp.gate.e_score_correction_bias", correction_E))
+        own.append((f"{names.block}.{names.correction}", f"mlp.{names.correction}", correction_E))
     for name, common, view in own:
         if name == common:
             layer.register(name, view)
@@ -197,3 +204,13 @@ def _register_experts(layer: Scope, names: MoeNames, experts: Experts) -> None:
 
     layer.register("mlp.experts.gate_up_proj", experts.gate_up_EFD, covers=one_by_one({names.gate: gate_EFD, names.up: up_EFD}))
     layer.register("mlp.experts.down_proj", experts.down_EDF, covers=one_by_one({names.down: experts.down_EDF}))
+
+
+def _register_inputs_first(scope: Scope, experts: Experts, biases: tuple[Tensor, Tensor]) -> None:
+    """Stacked [E, D, 2F] and [E, F, D], gate and up of each output side by side."""
+    num_experts, double, depth = experts.gate_up_EFD.shape
+    pairs_EDF2 = experts.gate_up_EFD.view(num_experts, 2, -1, depth).permute(0, 3, 2, 1)
+    scope.register("gate_up_proj", pairs_EDF2, shape=(num_experts, depth, double))
+    scope.register("gate_up_proj_bias", biases[0].view(num_experts, 2, -1).transpose(1, 2), shape=(num_experts, double))
+    scope.register("down_proj", experts.down_EDF.transpose(1, 2))
+    scope.register("down_proj_bias", biases[1])

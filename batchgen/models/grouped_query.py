@@ -80,11 +80,12 @@ def read_grouped_query(reader: ConfigReader, **family: Any) -> GroupedQuery:
         "num_heads": num_heads,
         "num_kv_heads": reader.get("num_key_value_heads", default=num_heads),
         "head_dim": head_dim,
-        "rope": read_rope(reader.values, default_theta=10000.0),
         "rotary_dim": head_dim,
         "qkv_bias": reader.get("attention_bias", default=False),
         "output_bias": reader.get("attention_bias", default=False),
     }
+    if "rope" not in family:
+        fields["rope"] = read_rope(reader.values, default_theta=10000.0)
     return GroupedQuery(**(fields | family))
 
 

@@ -78,8 +78,8 @@ class Indexer:
         return choose_keys(self.arithmetic, q_TNd[:num_tokens], weights_TN[:num_tokens], store, run.batch, spec.top_k)
 
     def _normed(self, k_Td: Tensor) -> tuple[Tensor]:
-        gains = (each.to(k_Td.dtype) for each in (self.norm_d, self.norm_bias_d))
-        return (F.layer_norm(k_Td, k_Td.shape[-1:], *gains, NORM_EPS),)
+        gains_d, bias_d = self.norm_d.to(k_Td.dtype), self.norm_bias_d.to(k_Td.dtype)
+        return (F.layer_norm(k_Td, k_Td.shape[-1:], gains_d, bias_d, NORM_EPS),)
 
     def _rotate(self, x_THd: Tensor, run: Pass) -> Tensor:
         """Both a token's query heads and its key, alike."""

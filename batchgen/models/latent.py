@@ -67,10 +67,11 @@ class Latent:
     @property
     def scale(self) -> float:
         """Of scores; yarn stretches it with `mscale_all_dim`."""
-        scale = (self.nope_dim + self.rope_dim) ** -0.5
+        scale = 1.0 / math.sqrt(self.nope_dim + self.rope_dim)
         if self.rope is None or self.rope.type == "default" or not self.rope.mscale_all_dim or self.rope.factor <= 1:
             return scale
-        return scale * (0.1 * self.rope.mscale_all_dim * math.log(self.rope.factor) + 1.0) ** 2
+        stretched = 0.1 * self.rope.mscale_all_dim * math.log(self.rope.factor) + 1.0
+        return scale * stretched * stretched
 
     def build(self, scope: Scope, tables: RotaryTables, store: int, state: int) -> "LatentAttention":
         """The layer under `self_attn`."""

@@ -13,8 +13,10 @@ from batchgen.models import (
     deepseek_v3,
     deepseek_v32,
     glm_moe_dsa,
+    gpt_oss,
     kimi_k25,
     llama,
+    minimax_m2,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -46,6 +48,8 @@ _MODULES: tuple[Family, ...] = (
     deepseek_v32,
     kimi_k25,
     glm_moe_dsa,
+    minimax_m2,
+    gpt_oss,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """By the first of `architectures` in config.json."""

@@ -35,13 +35,14 @@ class Rope:
     truncate: bool = True
 
 
-def read_rope(values: dict[str, Any], default_theta: float) -> Rope:
-    """Rope of a config.json, under its new (`rope_parameters`) or old (`rope_theta`, `rope_scaling`) names."""
-    fields = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+def read_rope(values: dict[str, Any], default_theta: float, partial: bool = False) -> Rope:
+    """Rope of a config.json, under its new (`rope_parameters`) or old (`rope_theta`, `rope_scaling`) names. `partial`: the family may
+    rotate a part of each head, see `read_rotary_dim`."""
+    fields = _rope_fields(values)
     kind = fields.get("rope_type") or fields.get("type") or "default"
     if kind not in TYPES:
         raise ModelError(f"config.json: rope_type is {kind!r}; supported: {', '.join(TYPES)}")
-    if float(fields.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0) != 1.0:
+    if not partial and _partial_factor(values) != 1.0:
         raise ModelError("config.json: partial_rotary_factor is set; this family rotates whole heads")
     known = {name: fields[name] for name in Rope.__slots__ if fields.get(name) is not None and name not in ("theta", "type")}
     needed = {"default": (), "linear": ("factor",), "llama3": ("factor",), "yarn": ("factor",)}[kind]
@@ -52,6 +53,19 @@ def read_rope(values: dict[str, Any], default_theta: float) -> Rope:
         known.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
     theta = fields.get("rope_theta") or values.get("rope_theta") or default_theta
     return Rope(theta=float(theta), type=kind, **known)
+
+
+def read_rotary_dim(values: dict[str, Any], head_dim: int) -> int:
+    """Dimensions of a head that are rotated: `rotary_dim`, or the part of it that `partial_rotary_factor` says."""
+    return values.get("rotary_dim") or int(head_dim * _partial_factor(values))
+
+
+def _rope_fields(values: dict[str, Any]) -> dict[str, Any]:
+    return dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+
+
+def _partial_factor(values: dict[str, Any]) -> float:
+    return float(_rope_fields(values).get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0)
 
 
 def rotary_table(max_positions: int, head_dim: int, rope: Rope, device: torch.device) -> Tensor:
