@@ -86,6 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 SHAPES = {
     "cpu": (64, 64, 128),
+    "short": (32, 64, 64),
     "service": (1024, 64, 32),
     "uniform": (1024, 256, 512),
     "prefill": (128, 2048, 1),
