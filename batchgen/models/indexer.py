@@ -1,5 +1,6 @@
-"""Sparse attention's indexer: a small attention that chooses the keys a token sees (DeepSeek-V3.2, 2025). In: normed activations and the
-queries' latent. Out: positions. Never attends.
+"""The indexer of sparse attention. In: normed activations, the queries' latent. Out: positions that a token sees. Never attends.
+
+A small attention of its own scores all keys; a token then sees those with the highest scores (DeepSeek-V3.2, 2025).
 
 Shapes: T tokens, D model, N heads of the indexer, d their size, R rotated dimensions, r size of the queries' latent, C chosen keys.
 """

@@ -1,8 +1,7 @@
-"""Multi-head latent attention: all heads' keys and values come from one small latent per token (DeepSeek-V2, 2024). In: normed
-activations. Out: what attention adds.
+"""Multi-head latent attention. In: normed activations. Out: what attention adds. Never makes keys or values of single heads.
 
-The cache holds the latent and one rotated key that all heads share. Queries are taken into the latent's space and outputs out of it, so
-keys and values of single heads are never made.
+All heads' keys and values come from one small latent per token (DeepSeek-V2, 2024). The cache holds the latent and one rotated key that
+all heads share; queries are taken into the latent's space and outputs out of it.
 
 Shapes: T tokens, D model, N heads, n unrotated and R rotated size of a head's query, r size of the latent, v size of a head's value.
 """
