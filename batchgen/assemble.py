@@ -24,6 +24,7 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
         config,
         weights_bytes=sum(storage.nbytes for storage in loaded.store.table.storages()),
         bytes_per_page=model.cache_layout.bytes_per_token(loaded.dtype) * config.page_size,
+        bytes_per_state=model.cache_layout.bytes_per_state,
         model_max_len=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         device_free_bytes=free_bytes,

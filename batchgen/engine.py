@@ -18,9 +18,9 @@ from batchgen.errors import RequestError, WeightUpdateError
 from batchgen.events import EngineStats, Event, PromptScored, SampleFinished, SampleProgress, WeightsCommitted
 from batchgen.intake import Intake, check_request, room_for
 from batchgen.kv_cache import KVCache
-from batchgen.kv_pages import PagePool, prefix_keys
 from batchgen.outputs import Sample
 from batchgen.request import Request, sample_seed
+from batchgen.residency import Residency, Share
 from batchgen.runner import Chunk, Runner
 from batchgen.sampler import prompt_logprobs
 from batchgen.scheduler import Limits, PrefillView, ReadyView, RunningView, SchedulerState, StepPlan, plan
@@ -44,9 +44,11 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded, self.tokenizer, self.memory, self.facts = assemble(config)
-        kv = KVCache(loaded.config.cache_layout, self.memory.num_pages, config.page_size, loaded.dtype, config.device)
+        memory = self.memory
+        kv = KVCache(loaded.config.cache_layout, memory.num_pages, config.page_size, loaded.dtype, config.device, memory.num_states)
         self.weights = loaded.store
-        self.pool = PagePool(self.memory.num_pages, config.page_size)
+        self.residency = Residency(kv)
+        self.pool = self.residency.pool
         self.runtime = Runtime()
         self._runner = Runner(loaded, kv, config, self.memory.max_model_len)
         self._intake = Intake(config.page_size)
@@ -163,15 +165,16 @@ class Engine:
             ready=[ReadyView(p.id, len(p.token_ids), len(p.unstarted), own(p.pages)) for p in self._ready.values()],
             waiting=(self._prefill_view(job, 0) for job in self._intake.waiting()),
             num_available_pages=self.pool.num_available,
+            num_available_places=self.residency.places.num_available,
             admitting=self._update is None or self._update[1] != "finish",
         )
 
     def _prefill_view(self, job: Prefill, num_own_pages: int) -> PrefillView:
         new_pages, num_left = 0, job.num_left
         if job.state is State.WAITING:
-            cached = self._cached_pages(job)
+            cached = self.residency.cached_pages(job)
             num_left -= len(cached) * self.pool.page_size
-            new_pages = self.pool.pages_for(len(job.token_ids)) - self.pool.num_owned(cached)
+            new_pages = self.residency.num_new_pages(job, cached)
         scoring = isinstance(job, Prompt) and job.scored_by is not None
         return PrefillView(
             id=job.id,
@@ -182,14 +185,6 @@ class Engine:
             num_starts=len(job.unstarted) if isinstance(job, Prompt) else 1,
             is_resumption=isinstance(job, Resumption),
         )
-
-    def _cached_pages(self, job: Prefill) -> list[int]:
-        """Pages of the prefix cache that this prefill can use; a prompt computes at least its last token itself."""
-        if isinstance(job, Prompt):
-            if job.scored_by is not None or job.want_routed:
-                return []
-            return self.pool.match(job.keys[: (len(job.token_ids) - 1) // self.pool.page_size])
-        return self.pool.match(job.keys)
 
     def _carry_out(self, step_plan: StepPlan, events: list[Event]) -> None:
         decoding = self.runtime.decoding
@@ -222,35 +217,21 @@ class Engine:
             self._advance(chunk, *prefilled[chunk.prefill.id], events)
 
     def _yield(self, seq: Sequence) -> None:
-        self._publish(seq)
-        pages = seq.pages
+        self.residency.publish(seq)
         self._runner.vacate(seq)
+        self.residency.release(seq)
         self.runtime.yield_(seq)
-        self.pool.release(pages)
         self._intake.add_resumption(seq)
         self._stats.preemptions += 1
 
-    def _publish(self, seq: Sequence) -> None:
-        """Leave a sequence's full pages in the prefix cache before they are released."""
-        ids = (seq.request.prompt_token_ids + seq.output_ids)[: seq.num_computed]
-        keys = prefix_keys(ids, self.pool.page_size, seq.prompt_keys[: len(ids) // self.pool.page_size])
-        self.pool.publish(seq.pages[: len(keys)], keys)
-
     def _drop(self, job: Prefill) -> None:
-        self.pool.release(job.pages)
+        self.residency.release(job)
         self._intake.put_back(job)
 
     def _admit(self, job: Prefill) -> None:
-        cached = self._cached_pages(job)
-        self.pool.retain(cached)
-        lacking = self.pool.pages_for(len(job.token_ids)) - len(cached)
-        if lacking > self.pool.num_available:
-            self.pool.release(cached)
+        if not self.residency.admit(job):
             return
         self._intake.remove(job)
-        job.pages = cached + self.pool.allocate(lacking)
-        job.num_computed = job.num_cached = len(cached) * self.pool.page_size
-        job.state = State.PREFILL
         self._stats.cached_prompt_tokens += job.num_cached
         if job.num_left:
             self._prefilling[job.id] = job
@@ -258,27 +239,16 @@ class Engine:
             self._resume_from(job)
 
     def _start(self, starts: list[tuple[Prompt, int]]) -> None:
-        """Start samples of computed prompts: share full pages, copy the partial one, sample every first token in one go."""
-        seqs, logit_rows, sources, targets = [], [], [], []
+        """Start samples of computed prompts and sample every first token in one go."""
+        seqs, logit_rows, shares = [], [], iter(self.residency.share(starts))
         for row, (prompt, number) in enumerate(starts):
-            full = len(prompt.token_ids) // self.pool.page_size
-            shared, partial = prompt.pages[:full], prompt.pages[full:]
             for _ in range(number):
                 request, index = prompt.unstarted.popleft()
-                own = partial
-                if partial and prompt.unstarted:
-                    own = self.pool.allocate(1)
-                    sources += partial
-                    targets += own
-                self.pool.retain(shared)
-                seqs.append(self._new_sequence(prompt, request, index, shared + own))
+                seqs.append(self._new_sequence(prompt, request, index, next(shares)))
                 logit_rows.append(row)
             if not prompt.unstarted:
-                self.pool.release(shared)
                 self._intake.retire(prompt)
                 del self._ready[prompt.id]
-        if targets:
-            self._runner.kv.copy_pages(sources, targets)
         self._occupy(seqs)
         self.runtime.start(seqs)
         logits_RV = torch.stack([prompt.logits_V for prompt, _ in starts])
@@ -286,7 +256,7 @@ class Engine:
         for seq, decoded in zip(seqs, self._runner.first_tokens(seqs, logits_BV, self.weights_version), strict=True):
             self._resume(seq, decoded)
 
-    def _new_sequence(self, prompt: Prompt, request: Request, index: int, pages: list[int]) -> Sequence:
+    def _new_sequence(self, prompt: Prompt, request: Request, index: int, share: Share) -> Sequence:
         params, room = request.params, room_for(request, self.facts)
         eos_ids = [] if params.ignore_eos else self.facts.eos_token_ids
         seq = Sequence(
@@ -298,7 +268,8 @@ class Engine:
             detail=room.detail,
             num_cached=prompt.num_cached,
             stop_token_ids=frozenset(eos_ids) | frozenset(params.stop_token_ids or ()),
-            pages=pages,
+            pages=share.pages,
+            place=share.place,
             prompt_keys=prompt.keys,
             num_computed=len(prompt.token_ids),
             routed=list(prompt.routed) if params.return_routed_experts else [],
@@ -361,9 +332,9 @@ class Engine:
     def _resume_from(self, job: Prefill) -> None:
         assert isinstance(job, Resumption)
         seq = job.sequence
-        seq.pages = job.pages
+        seq.pages, seq.place = job.pages, job.place
         self._occupy([seq])
-        self._resume(seq, PrefixComputed(pages=job.pages))
+        self._resume(seq, PrefixComputed(pages=job.pages, place=job.place))
 
     def _resume(self, seq: Sequence, event: Decoded | PrefixComputed | Finish) -> None:
         if isinstance(event, Decoded):
@@ -403,7 +374,7 @@ class Engine:
         else:
             self._prefilling.pop(prompt.id, None)
             self._ready.pop(prompt.id, None)
-            self.pool.release(prompt.pages)
+            self.residency.release(prompt)
 
     def _commit(self, events: list[Event]) -> None:
         """Swap the weights, and drop everything that was computed by the old ones."""
@@ -431,8 +402,8 @@ class Engine:
         """Report progress and take finished sequences apart."""
         for seq in self.runtime.take_finished():
             if seq.pages:
-                self._publish(seq)
-                self.pool.release(seq.pages)
+                self.residency.publish(seq)
+                self.residency.release(seq)
             if seq.slot >= 0:
                 self._runner.vacate(seq)
             else:
@@ -452,7 +423,7 @@ class Engine:
                 if job.state is State.WAITING:
                     self._intake.remove(job)
                 else:
-                    self.pool.release(job.pages)
+                    self.residency.release(job)
                     del self._prefilling[job.id]
 
     def _text(self, seq: Sequence) -> str:

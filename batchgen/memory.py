@@ -18,6 +18,9 @@ class MemoryPlan:
     kv_bytes: int
     num_pages: int
     page_size: int
+    state_bytes: int
+    num_states: int
+    """Sequences and prefills that can hold a state at once; 0 where layers carry none."""
     max_model_len: int
     """Longest prompt + output: the model's or the user's limit, or what the pages hold if that is less."""
     logits_bytes: int
@@ -29,6 +32,7 @@ class MemoryPlan:
         rows = [
             ("weights", f"{self.weights_bytes / GB:.3f} GB"),
             ("KV pages", f"{self.kv_bytes / GB:.3f} GB = {self.num_pages} pages of {self.page_size} = {tokens} tokens"),
+            ("states", f"{self.state_bytes / GB:.3f} GB = {self.num_states} sequences"),
             ("logits", f"{self.logits_bytes / GB:.3f} GB"),
             ("longest sequence", f"{self.max_model_len} tokens"),
         ]
@@ -36,21 +40,31 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: EngineConfig, *, weights_bytes: int, bytes_per_page: int, model_max_len: int, vocab_size: int, device_free_bytes: int | None
+    config: EngineConfig,
+    *,
+    weights_bytes: int,
+    bytes_per_page: int,
+    bytes_per_state: int = 0,
+    model_max_len: int,
+    vocab_size: int,
+    device_free_bytes: int | None,
 ) -> MemoryPlan:
-    """Split the device budget into weights and KV pages.
+    """Split the device budget into weights, states and KV pages.
 
     `device_free_bytes`: free memory of the device before weights are loaded; None on CPU. Raises MemoryPlanError when the weights
     and at least two pages do not fit, saying what would.
     """
     logits_bytes = 4 * vocab_size * config.max_num_seqs
+    num_states = config.max_num_seqs + 1 if bytes_per_state else 0  # a prompt keeps its own while its samples run
+    state_bytes = bytes_per_state * (num_states + 1)
+    fixed_bytes = weights_bytes + state_bytes + logits_bytes
     budget = None if config.device_memory_gb is None else int(config.device_memory_gb * GB)
     if budget is None and device_free_bytes is not None:
         budget = int(device_free_bytes * (1 - GPU_WORKSPACE_FRACTION))
     if config.kv_gb is not None:
         kv_bytes = int(config.kv_gb * GB)
     elif budget is not None:
-        kv_bytes = budget - weights_bytes - logits_bytes
+        kv_bytes = budget - fixed_bytes
     else:
         kv_bytes = int(DEFAULT_CPU_KV_GB * GB)
     wanted_len = model_max_len if config.max_model_len is None else config.max_model_len
@@ -58,18 +72,20 @@ def plan_memory(
         raise MemoryPlanError(f"max_model_len {wanted_len} is over the model's own limit of {model_max_len}; lower it")
     most_useful = config.max_num_seqs * (-(-wanted_len // config.page_size) + 1) * 2
     num_pages = min(kv_bytes // bytes_per_page, most_useful)
-    needed = weights_bytes + logits_bytes + 2 * bytes_per_page
-    if num_pages < 2 or (budget is not None and weights_bytes + logits_bytes + num_pages * bytes_per_page > budget):
+    needed = fixed_bytes + 2 * bytes_per_page
+    if num_pages < 2 or (budget is not None and fixed_bytes + num_pages * bytes_per_page > budget):
         got = f"device_memory_gb={(budget or 0) / GB:.3f}" if budget is not None else f"kv_gb={kv_bytes / GB:.6f}"
         raise MemoryPlanError(
-            f"{got} is too small: weights take {weights_bytes / GB:.3f} GB, logits {logits_bytes / GB:.3f} GB and two KV pages "
-            f"{2 * bytes_per_page / GB:.6f} GB; give at least {needed / GB:.3f} GB in all"
+            f"{got} is too small: weights take {weights_bytes / GB:.3f} GB, states {state_bytes / GB:.3f} GB, logits "
+            f"{logits_bytes / GB:.3f} GB and two KV pages {2 * bytes_per_page / GB:.6f} GB; give at least {needed / GB:.3f} GB in all"
         )
     return MemoryPlan(
         weights_bytes=weights_bytes,
         kv_bytes=num_pages * bytes_per_page,
         num_pages=num_pages,
         page_size=config.page_size,
+        state_bytes=state_bytes,
+        num_states=num_states,
         max_model_len=min(wanted_len, (num_pages - 1) * config.page_size),
         logits_bytes=logits_bytes,
     )

@@ -220,6 +220,7 @@ class Runner:
             context_lens_B=torch.cat([rows.context_lens_B, context_lens]),
             page_table_BP=torch.cat([F.pad(rows.page_table_BP, (0, table.shape[1] - old_width)), self._tensor(table)]),
             logit_index_M=torch.cat([rows.logit_index_M, self._tensor(np.concatenate(logit_rows))]),
+            state_B=None if rows.state_B is None else torch.cat([rows.state_B, self._tensor([chunk.prefill.place for chunk in chunks])]),
             return_routed=False,
         )
 

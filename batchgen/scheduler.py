@@ -4,6 +4,7 @@ Order of precedence: running sequences get the pages for their next tokens; when
 then prefills under way go on, prompts that are ready start their samples, and waiting work is admitted, oldest first.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,6 +57,8 @@ class SchedulerState:
     waiting: Iterable[PrefillView]
     """Read lazily, oldest first, resumptions before prompts."""
     num_available_pages: int
+    num_available_places: float = math.inf
+    """Of states: a prefill takes one, and each sample it starts but the last."""
     admitting: bool = True
     """False while a weight update waits for running sequences: nothing new starts."""
 
@@ -92,7 +95,7 @@ def plan(state: SchedulerState, limits: Limits) -> StepPlan:
     """The next step, from nothing but the snapshot."""
     out = StepPlan()
     running, prefilling, ready = list(state.running), list(state.prefilling), list(state.ready)
-    pages = state.num_available_pages
+    pages, places = state.num_available_pages, state.num_available_places
     steps = 1 if prefilling else limits.decision_interval
     if _growths(running, steps, limits) > pages:
         steps = 1
@@ -116,7 +119,10 @@ def plan(state: SchedulerState, limits: Limits) -> StepPlan:
             count = min(prompt.num_unstarted, limits.max_num_seqs - num_live, (pages - num_live) // cost)
             if num_live == 0 and pages >= cost:
                 count = max(count, 1)
+            if count > places:  # the last sample takes over its prompt's
+                count = int(places) + (prompt.num_unstarted == places + 1)
             if count > 0:
+                places -= count - (count == prompt.num_unstarted)
                 out.starts.append((prompt.id, count))
                 num_live += count
                 pages -= count * cost
@@ -130,12 +136,13 @@ def plan(state: SchedulerState, limits: Limits) -> StepPlan:
             continue
         backlog = True
         reserve = num_live + 1 if committed else 0
-        if budget <= 0 or committed >= limits.max_num_seqs or pages - job.new_pages < reserve:
+        if budget <= 0 or committed >= limits.max_num_seqs or pages - job.new_pages < reserve or not places:
             break
         backlog = False
         out.admitted.append(job.id)
         committed += job.num_starts
         pages -= job.new_pages
+        places -= 1
         budget -= _take(out, job, budget)
     if out.chunks or short:
         steps = 1

@@ -20,6 +20,8 @@ from batchgen.outputs import FinishReason, Sample
 from batchgen.request import Request
 from batchgen.text.stream import TextStream
 
+NO_PLACE = -1
+
 
 class Need(Enum):
     """What a sequence cannot go on without."""
@@ -47,6 +49,8 @@ class Prefill:
     token_ids: list[int]
     keys: list[PrefixKey]
     pages: list[int] = field(default_factory=list)
+    place: int = NO_PLACE
+    """Of its state among the cache's."""
     num_computed: int = 0
     num_cached: int = 0
     state: State = State.WAITING
@@ -100,9 +104,10 @@ class PagesReleased:
 
 @dataclass(slots=True, kw_only=True)
 class PrefixComputed:
-    """KV of all tokens but the last is on the device again, in these pages."""
+    """KV of all tokens but the last is on the device again, in these pages, and the state they lead to in this place."""
 
     pages: list[int]
+    place: int = NO_PLACE
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,6 +137,7 @@ class Sequence:
     prompt_keys: list[PrefixKey]
     """Keys of the prompt's full pages."""
     num_computed: int
+    place: int = NO_PLACE
     slot: int = -1
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -166,9 +172,9 @@ class Sequence:
                 case Decoded():
                     self._extend(event)
                 case PagesReleased():
-                    self.num_computed, self.pages = 0, []
+                    self.num_computed, self.pages, self.place = 0, [], NO_PLACE
                 case PrefixComputed():
-                    self.num_computed, self.pages = self.num_tokens - 1, event.pages
+                    self.num_computed, self.pages, self.place = self.num_tokens - 1, event.pages, event.place
                 case Finish():
                     self.finish_reason, self.error = event.reason, event.error
         self.state = State.FINISHED

@@ -35,6 +35,7 @@ class Slots:
         self.ended_S = torch.zeros(size, dtype=torch.bool, device=self.device)
         self.num_tokens_S[self.spare], self.ended_S[self.spare] = 1, True
         self.page_table_SP[self.spare] = spare_page
+        self.places_S = ints(size).fill_(kv.spare_state) if kv.num_states else None
 
     def fill(self, seqs: Seq[Sequence]) -> None:
         """Write the state of sequences that have just been given slots."""
@@ -51,6 +52,8 @@ class Slots:
             (self.max_outputs_S, [seq.max_outputs for seq in seqs]),
         ):
             array_S[index_B] = self._tensor(values)
+        if self.places_S is not None:
+            self.places_S[index_B] = self._tensor([seq.place for seq in seqs])
         self.ended_S[index_B] = False
         self.stop_ids_SK[index_B] = self._table(stops, self.stop_ids_SK.shape[1], -1)
         pages_BP = self._table([seq.pages for seq in seqs], max(len(seq.pages) for seq in seqs), 0)
@@ -89,6 +92,7 @@ class Slots:
             context_lens_B=num_tokens_B,
             page_table_BP=tables_BP,
             logit_index_M=torch.arange(num_rows, device=self.device),
+            state_B=None if self.places_S is None else self.places_S[live_B],
             return_routed=False,
         )
 

@@ -65,6 +65,10 @@ def batches(draw: st.DrawFn) -> tuple[int, list[Row], list[np.ndarray]]:
     def maybe(strategy: st.SearchStrategy, default: object) -> object:
         return draw(st.one_of(st.just(default), strategy))
 
+    def eighths(low: float, high: float) -> st.SearchStrategy:
+        """Like the logits: a difference that float32 rounds away would be a tie here and none in the reference."""
+        return st.integers(int(low * 8), int(high * 8)).map(lambda n: n / 8)
+
     rows = []
     for i in range(draw(st.integers(1, 5))):
         params = SamplingParams(
@@ -72,10 +76,10 @@ def batches(draw: st.DrawFn) -> tuple[int, list[Row], list[np.ndarray]]:
             top_k=maybe(st.integers(1, vocab + 2), 0),
             top_p=maybe(st.floats(0.0, 1.0), 1.0),
             min_p=maybe(st.floats(0.0, 1.0), 0.0),
-            presence_penalty=maybe(st.floats(-2, 2), 0.0),
-            frequency_penalty=maybe(st.floats(-2, 2), 0.0),
-            repetition_penalty=maybe(st.floats(0.5, 2.0), 1.0),
-            logit_bias=maybe(st.dictionaries(token, st.floats(-100, 100), max_size=4), None),
+            presence_penalty=maybe(eighths(-2, 2), 0.0),
+            frequency_penalty=maybe(eighths(-2, 2), 0.0),
+            repetition_penalty=maybe(eighths(0.5, 2), 1.0),
+            logit_bias=maybe(st.dictionaries(token, eighths(-100, 100), max_size=4), None),
             allowed_token_ids=maybe(st.lists(token, min_size=1, max_size=5), None),
             stop_token_ids=maybe(st.lists(token, max_size=2), None),
             min_tokens=maybe(st.integers(0, 4), 0),

@@ -1,5 +1,7 @@
 """The pure scheduler: what every plan must respect, whatever the state."""
 
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,6 +49,7 @@ def states(draw):
         ready=ready,
         waiting=waiting,
         num_available_pages=draw(st.integers(0, 60)),
+        num_available_places=draw(st.one_of(st.just(math.inf), st.integers(1, 9))),
         admitting=draw(st.booleans()),
     )
 
@@ -75,6 +78,9 @@ def test_a_plan_never_promises_more_than_there_is(state, lim):
     started = sum(n * (pages_for(ready[i].num_tokens + p.num_steps) - ready[i].num_tokens // PAGE) for i, n in p.starts)
     admitted = sum(waiting[i].new_pages for i in p.admitted)
     assert growth + started + admitted <= available or (len(running) == 1 and not p.starts and not p.admitted)
+
+    places = sum(n - (n == ready[i].num_unstarted) for i, n in p.starts) + len(p.admitted)
+    assert places <= state.num_available_places
 
     live = len(running) + sum(n for _, n in p.starts)
     assert live <= max(lim.max_num_seqs, len(running))
