@@ -124,6 +124,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2", {**_LATENT, **_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**_LATENT, **_DEEPSEEK}),
     "deepseek_v32": ("DeepseekV32", {**_LATENT, **_DEEPSEEK, **_INDEXER}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 24,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **{name: value for name, value in _LATENT.items() if name != "q_lora_rank"},
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "pad_token_id": 0,
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT, **_DEEPSEEK, **_INDEXER, "indexer_types": ["full", "shared", "full"]}),
 }
 """transformers' class prefix, and what a small model of the family needs beside the common sizes."""
@@ -171,7 +202,7 @@ class Runner:
         self.loaded = loaded
         self.per_sequence = -(-max_tokens // PAGE_SIZE)
         num_pages = num_sequences * self.per_sequence
-        self.kv = KVCache(loaded.config.cache_layout, num_pages, PAGE_SIZE, loaded.dtype, loaded.device)
+        self.kv = KVCache(loaded.config.cache_layout, num_pages, PAGE_SIZE, loaded.dtype, loaded.device, num_states=num_sequences)
         shuffled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1))
         self.pages = shuffled.view(num_sequences, self.per_sequence)
         self.lengths = [0] * num_sequences
@@ -198,6 +229,7 @@ class Runner:
             kv_slots_T=torch.cat(slots),
             query_starts=starts,
             num_decode=sum(size == 1 for size in sizes),
+            state_B=torch.tensor(order),
             context_lens_B=torch.tensor([self.lengths[s] for s in order]),
             page_table_BP=table,
             logit_index_M=torch.arange(starts[-1]),

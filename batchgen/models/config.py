@@ -196,7 +196,7 @@ def read_decoder(reader: ConfigReader, generation: dict[str, Any], *, layers: li
         "hidden_size": reader.get("hidden_size"),
         "layers": tuple(layers),
         "rms_norm_eps": reader.get("rms_norm_eps", default=1e-6),
-        "max_position_embeddings": reader.get("max_position_embeddings"),
+        "max_position_embeddings": reader.get("max_position_embeddings", "model_max_length"),
         "tie_word_embeddings": reader.get("tie_word_embeddings", default=False),
         "eos_token_ids": tuple(eos) if isinstance(eos, list) else (eos,),
         "dtype": str(reader.get("dtype", "torch_dtype", default="float32")),

@@ -25,7 +25,8 @@ class Dense:
     intermediate_size: int
     bias: bool = False
     activation: Activation = SILU
-    name: str = "mlp"
+    saved_as: str = "mlp"
+    """What transformers calls the layer when it saves it, if that is not what it was loaded as."""
 
     num_experts: ClassVar[int] = 0
     num_experts_per_tok: ClassVar[int] = 0
@@ -34,8 +35,10 @@ class Dense:
         check_sizes(self, "intermediate_size")
 
     def build(self, scope: Scope) -> "DenseLayer":
-        """The layer under its name."""
-        return DenseLayer(scope / self.name, self.intermediate_size, self.activation, self.bias)
+        """The layer under `mlp`."""
+        layer = DenseLayer(scope / "mlp", self.intermediate_size, self.activation, self.bias)
+        _rename_dense(scope, "mlp", self.saved_as)
+        return layer
 
 
 class DenseLayer:
@@ -111,7 +114,7 @@ class Moe:
 def read_moe(reader: ConfigReader, **family: Any) -> Moe:
     """What most families name alike, and `family`'s own fields, which win; `num_experts`, `scoring` and the like are the routing's."""
     routing: dict[str, Any] = {
-        "num_experts_per_tok": reader.get("num_experts_per_tok"),
+        "num_experts_per_tok": reader.get("num_experts_per_tok", "num_experts_per_token"),
         "normalise": reader.get("norm_topk_prob", default=False),
     }
     names = Routing.__slots__
@@ -130,13 +133,13 @@ def sparse_layers(reader: ConfigReader, moe: Moe) -> list[FeedForwardSpec]:
     return [moe if sparse else Dense(intermediate_size=reader.get("intermediate_size")) for sparse in is_sparse]
 
 
-def dense_first(reader: ConfigReader, moe: Moe) -> list[FeedForwardSpec]:
-    """Experts in every layer but the first ones: `mlp_layer_types`, or `first_k_dense_replace` of them (DeepSeek)."""
+def dense_first(reader: ConfigReader, moe: Moe, **dense: Any) -> list[FeedForwardSpec]:
+    """Experts in every layer but the first ones: `mlp_layer_types`, or `first_k_dense_replace` of them (DeepSeek), with these fields."""
     reader.refuse("moe_layer_freq", (1,))
     types = reader.per_layer("mlp_layer_types", ("dense", "sparse"))
     num_dense = reader.get("first_k_dense_replace", default=0)
     is_dense = [i < num_dense for i in range(reader.num_layers)] if types is None else [kind == "dense" for kind in types]
-    return [Dense(intermediate_size=reader.get("intermediate_size")) if dense else moe for dense in is_dense]
+    return [Dense(intermediate_size=reader.get("intermediate_size"), **dense) if first else moe for first in is_dense]
 
 
 class MoeLayer:
@@ -158,6 +161,8 @@ class MoeLayer:
         else:
             _register_inputs_first(scope / "experts", self.experts, self.experts.biases)
         self.shared = DenseLayer(scope / names.shared, spec.shared_width, spec.activation) if spec.shared_width else None
+        if self.shared is not None:
+            _rename_dense(layer, f"{names.block}.{names.shared}", f"mlp.{names.shared}")
         self.shared_gate = Linear(scope, hidden, {f"{names.shared}_gate": 1}) if spec.shared_gate else None
         self.down = Linear(scope, hidden, {"routed_expert_down_proj": size}) if spec.latent_size else None
         self.norm = RmsNorm(scope, "routed_expert_norm", size) if spec.latent_norm else None
@@ -182,16 +187,21 @@ class MoeLayer:
         return shared_TD * torch.cat((logits_T1, torch.zeros_like(logits_T1)), dim=1).softmax(1)[:, :1]
 
 
+def _rename_dense(layer: Scope, name: str, common: str) -> None:
+    if common != name:
+        for part in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+            layer.also(f"{common}.{part}", f"{name}.{part}")
+
+
 def _register_router(layer: Scope, names: MoeNames, router_ED: Tensor, correction_E: Tensor | None) -> None:
     common = "mlp.gate.weight" if names.router == "gate" else f"mlp.{names.router}.weight"
     own = [(f"{names.block}.{names.router}.weight", common, router_ED)]
     if correction_E is not None:
         own.append((f"{names.block}.{names.correction}", f"mlp.{names.correction}", correction_E))
     for name, common, view in own:
-        if name == common:
-            layer.register(name, view)
-        else:
-            layer.register(common, view, covers=[layer.slot(name, view)])
+        layer.register(name, view)
+        if name != common:
+            layer.also(common, name)
 
 
 def _register_experts(layer: Scope, names: MoeNames, experts: Experts) -> None:

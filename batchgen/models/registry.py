@@ -15,6 +15,7 @@ from batchgen.models import (
     glm_moe_dsa,
     gpt_oss,
     kimi_k25,
+    kimi_linear,
     llama,
     minimax_m2,
     mixtral,
@@ -22,6 +23,7 @@ from batchgen.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
 )
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import Decoder
@@ -50,6 +52,8 @@ _MODULES: tuple[Family, ...] = (
     glm_moe_dsa,
     minimax_m2,
     gpt_oss,
+    qwen3_next,
+    kimi_linear,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """By the first of `architectures` in config.json."""

@@ -2,7 +2,6 @@
 Never computes.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +42,12 @@ class Scope:
         """Let checkpoints and trainers fill `view` under this name."""
         self.slots.append(self.slot(name, view, **options))
 
+    def also(self, common: str, name: str) -> None:
+        """Let trainers send what is registered as `name` under the name that a loaded model of transformers has for it, too."""
+        full = self.slot(name, torch.empty(0)).name
+        own = next(slot for slot in reversed(self.slots) if slot.name == full)
+        self.register(common, own.view, shape=own.shape, covers=[own])
+
     def parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         """New storage under a name of its own."""
         view = self.tensor(*shape, dtype=dtype)
@@ -56,7 +61,7 @@ class Linear:
     def __init__(self, scope: Scope, num_inputs: int, outputs: dict[str, int], bias: bool = False, named: bool = True):
         """`named`: the matrices are registered under the names of their outputs."""
         self._arithmetic = scope.arithmetic
-        self.sizes: Sequence[int] = list(outputs.values())
+        self.sizes = list(outputs.values())
         self.weight_ND = scope.tensor(sum(self.sizes), num_inputs)
         self.bias_N = scope.tensor(sum(self.sizes)) if bias else None
         scope.matrices.append(self.weight_ND)
