@@ -231,15 +231,15 @@ def write_checkpoint(
 
 
 class Reference:
-    """The text model over one sequence."""
+    """The text model over one sequence, in float32, or in float64 to tell whose rounding a difference is."""
 
-    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Tensor]):
+    def __init__(self, config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32):
         self.text = config["text_config"]
         self.delta = self.text["linear_attn_config"]
-        self.weights = {name.removeprefix(PREFIX): tensor.float() for name, tensor in weights.items()}
+        self.weights = {name.removeprefix(PREFIX): tensor.to(dtype) for name, tensor in weights.items()}
 
     def logits(self, token_ids: list[int]) -> Tensor:
-        """[T, V] float32."""
+        """[T, V]."""
         return self._run(token_ids)[0]
 
     def routed(self, token_ids: list[int]) -> Tensor:

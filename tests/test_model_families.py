@@ -1,14 +1,14 @@
 """Every family against transformers on small random checkpoints in float32, and against itself however the work is cut."""
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
+from model_checks import CUTS, PROMPTS, assert_results_do_not_depend_on, make
 from tiny_models import FAMILIES, Runner, tiny_model
 from transformers import AutoModelForCausalLM
 
-from batchgen import LLM, SamplingParams
+from batchgen import SamplingParams
 from batchgen.errors import ModelError
 from batchgen.models.matrix import support_matrix
 from batchgen.models.registry import load_model
@@ -16,7 +16,6 @@ from batchgen.models.registry import load_model
 MOE = [family for family in FAMILIES if family not in ("qwen3", "llama")]
 LOOSER = {"deepseek_v32": 1e-3, "glm_moe_dsa": 1e-3, "qwen3_next": 1e-3, "kimi_linear": 1e-3}
 """Tolerance of logits where it is not 1e-4: a choice of keys turns on their scores' last bits."""
-PROMPTS = [[random.Random(i).randrange(256) for _ in range(n)] for i, n in enumerate((7, 1, 41, 18, 90))]
 VARIANTS = {
     "tied": ("llama", {"tie_word_embeddings": True}),
     "llama_biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -107,10 +106,6 @@ def chosen_experts(reference, ids: list[int]) -> list[torch.Tensor]:
     return chosen
 
 
-def make(folder, **options):
-    return LLM(folder, **{"dtype": "float32", "kv_gb": 0.01, "num_threads": 1, **options})
-
-
 @pytest.mark.usefixtures("products")
 def test_logits_equal_transformers(folder, request):
     assert_logits_equal(folder, LOOSER.get(request.node.callspec.params["folder"], 1e-4))
@@ -134,24 +129,9 @@ def test_greedy_tokens_equal_transformers_over_64_steps(folder):
         assert group.samples[0].token_ids == out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"max_num_batched_tokens": 16}, {"max_num_seqs": 1}, {"page_size": 4, "pages": 46}],
-    ids=["chunked", "single", "preempted"],
-)
-def test_results_are_the_same_bit_for_bit_however_the_work_is_cut(folder, options):
-    params = SamplingParams(n=2, max_tokens=40, seed=5, ignore_eos=True)
-    llm = make(folder, deterministic=True)
-    whole = llm.generate(PROMPTS, params)
-    if num_pages := options.get("pages"):
-        page_bytes = llm.engine.memory.kv_bytes // llm.engine.memory.num_pages * options["page_size"] // llm.engine.memory.page_size
-        options = {"page_size": options["page_size"], "kv_gb": num_pages * page_bytes / 1e9}
-    llm = make(folder, deterministic=True, **options)
-    cut = llm.generate(PROMPTS[::-1], params)[::-1]
-    if num_pages:
-        assert llm.engine.stats().preemptions > 0
-    assert [[s.token_ids for s in g.samples] for g in cut] == [[s.token_ids for s in g.samples] for g in whole]
-    assert [[s.logprobs for s in g.samples] for g in cut] == [[s.logprobs for s in g.samples] for g in whole]
+@pytest.mark.parametrize("cut", CUTS)
+def test_results_are_the_same_bit_for_bit_however_the_work_is_cut(folder, cut):
+    assert_results_do_not_depend_on(CUTS[cut], folder)
 
 
 @pytest.mark.parametrize("family", MOE)

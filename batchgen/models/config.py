@@ -1,5 +1,6 @@
 """What a checkpoint's config.json says, in our words. In: the parsed json. Out: a validated ModelConfig. Never reads a tensor."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,7 +9,7 @@ from torch import Tensor
 from batchgen.errors import ModelError
 from batchgen.kv_cache import CacheLayout, PageShape
 from batchgen.models.pass_context import Pass, RotaryTables
-from batchgen.models.scope import Scope
+from batchgen.models.scope import RmsNorm, Scope
 from batchgen.moe.expert_sum import ExpertSum
 
 
@@ -41,6 +42,20 @@ class FeedForward(Protocol):
     def __call__(self, x_TD: Tensor) -> tuple[Tensor | None, Tensor | ExpertSum, Tensor | None]:
         """What is to be added to the residual stream, in one or two parts, and the router's choice ids_TK where there is one."""
         ...
+
+
+class Residuals(Protocol):
+    """What layers read and add to, where it is not a plain residual stream."""
+
+    def run(self, layers: Sequence[Any], norm: RmsNorm, x_TD: Tensor, run: Pass) -> tuple[Tensor, list[Tensor]]:
+        """From embeddings to normed hidden states, and the router's choice ids_TK of each MoE layer."""
+        ...
+
+
+class ResidualsSpec(Protocol):
+    """Configuration of residuals."""
+
+    def build(self, scope: Scope, num_layers: int) -> Residuals: ...
 
 
 class FeedForwardSpec(Protocol):
@@ -76,6 +91,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """The checkpoint's own type: `float32`, `bfloat16` or `float16`."""
+    residuals: ResidualsSpec | None = None
+    """None: a plain residual stream."""
     norm_offset: float = 0.0
     """Added to the stored gains of the residual stream's norms."""
     prefix: str = "model"
@@ -180,12 +197,14 @@ def refuse_short_window(values: dict[str, Any]) -> None:
         )
 
 
-def read_decoder(reader: ConfigReader, generation: dict[str, Any], *, layers: list[LayerConfig], **family: Any) -> ModelConfig:
+def read_decoder(
+    reader: ConfigReader, generation: dict[str, Any], *, layers: list[LayerConfig], hidden_act: str = "silu", **family: Any
+) -> ModelConfig:
     """ModelConfig of a config.json and generation_config.json: what all families name alike, and `family`'s own fields, which win.
 
     Raises ModelError for missing or contradictory fields and for what no family here computes.
     """
-    reader.refuse("hidden_act", ("silu",))
+    reader.refuse("hidden_act", (hidden_act,))
     reader.refuse("use_sliding_window", (False,))
     if reader.values.get("quantization_config") is not None:
         method = dict(reader.values["quantization_config"]).get("quant_method")

@@ -67,6 +67,7 @@ class Decoder:
         for index, layer in enumerate(config.layers):
             self.layers.append(DecoderLayer(layer, scope / f"layers.{index}", config.norm_offset, self.tables, store, state))
             store, state = store + len(layer.mixer.pages), state + len(layer.mixer.states)
+        self.residuals = None if config.residuals is None else config.residuals.build(scope, config.num_layers)
         self.norm = RmsNorm(scope, "norm", config.hidden_size, offset=config.norm_offset)
         tied = config.tie_word_embeddings
         self.head_VD = self.embedding_VD if tied else root.tensor(config.vocab_size, config.hidden_size)
@@ -104,6 +105,8 @@ class Decoder:
 
     def _run_layers(self, x_TD: Tensor, run: Pass) -> tuple[Tensor, list[Tensor]]:
         """Normed hidden states, and the router's choice of each MoE layer."""
+        if self.residuals is not None:
+            return self.residuals.run(self.layers, self.norm, x_TD, run)
         delta_TD: Tensor | ExpertSum = torch.zeros_like(x_TD)
         choices = []
         for layer in self.layers:

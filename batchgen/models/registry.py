@@ -14,6 +14,7 @@ from batchgen.models import (
     deepseek_v32,
     glm_moe_dsa,
     gpt_oss,
+    kimi_k3,
     kimi_k25,
     kimi_linear,
     llama,
@@ -54,6 +55,7 @@ _MODULES: tuple[Family, ...] = (
     gpt_oss,
     qwen3_next,
     kimi_linear,
+    kimi_k3,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """By the first of `architectures` in config.json."""
