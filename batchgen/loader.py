@@ -95,10 +95,10 @@ class Checkpoint:
                 raise ModelError(f"{shard} cannot be read ({error}); copy the file again") from error
 
 
-def load_weights(checkpoint: Checkpoint, table: WeightTable, ignored: tuple[str, ...] = ()) -> None:
-    """Fill the model's parameters; tensors whose names start with `ignored` are left alone. ModelError, before any is filled, lists names
-    that are missing or that the model does not have, and names a tensor whose shape contradicts config.json."""
-    shapes = {name: shape for name, shape in checkpoint.shapes().items() if not name.startswith(ignored)}
+def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
+    """Fill the model's parameters; tensors that the table ignores are left alone. ModelError, before any is filled, lists names that are
+    missing or that the model does not have, and names a tensor whose shape contradicts config.json."""
+    shapes = {table.own_name(name): shape for name, shape in checkpoint.shapes().items() if not name.startswith(table.ignored)}
     unexpected = [name for name in shapes if name not in table.slots]
     covered = {part.name for name in shapes if name in table.slots for part in table.slots[name].covers}
     owners = {table.slots[name].alias_of for name in shapes if name in table.slots}
@@ -112,7 +112,7 @@ def load_weights(checkpoint: Checkpoint, table: WeightTable, ignored: tuple[str,
         if shape != wanted:
             raise ModelError(f"{checkpoint.folder}: {name} has shape {list(shape)}, the model's is {list(wanted)}")
     fill = WeightFill(table, place=lambda view: view)
-    for name, tensor in checkpoint.tensors(ignored):
+    for name, tensor in checkpoint.tensors(table.ignored):
         try:
             fill.put(name, tensor)
         except WeightUpdateError as error:

@@ -54,13 +54,22 @@ def format_names(names: Iterable[str]) -> str:
 class WeightTable:
     """All names of a model: the canonical ones, stacked ones that cover several of them, tied aliases."""
 
-    def __init__(self, slots: list[Slot]):
+    def __init__(self, slots: list[Slot], renamed: tuple[tuple[str, str], ...] = (), ignored: tuple[str, ...] = ()):
+        """`renamed`: pairs of a prefix that others write and the canonical one. `ignored`: prefixes of what the engine has no use for."""
+        self.renamed, self.ignored = renamed, ignored
         self.slots = {slot.name: slot for slot in slots} | {part.name: part for slot in slots for part in slot.covers}
         self.canonical = [slot.name for slot in self.slots.values() if not slot.covers and slot.alias_of is None]
         self.specs = {
             name: TensorSpec(self.slots[name].checkpoint_shape, str(self.slots[name].view.dtype).removeprefix("torch."))
             for name in self.canonical
         }
+
+    def own_name(self, name: str) -> str:
+        """What this model calls the tensor; the name itself where nothing else is known."""
+        if name in self.slots:
+            return name
+        own = (ours + name.removeprefix(theirs) for theirs, ours in self.renamed if name.startswith(theirs))
+        return next((each for each in own if each in self.slots), name)
 
     def storages(self) -> list[Tensor]:
         """Each parameter's whole storage once, as a flat tensor."""
@@ -78,25 +87,27 @@ class WeightFill:
         self._early_aliases: dict[str, str] = {}
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Copy `tensor` to its place. WeightUpdateError for an unknown, repeated, misshapen, non-floating or non-finite tensor; what was
-        put before stays valid and the name can be sent again."""
-        slot = self._table.slots.get(name)
+        """Copy `tensor` to its place, or leave it aside if the engine has no use for it. WeightUpdateError for an unknown, repeated,
+        misshapen, non-floating or non-finite tensor; what was put before stays valid and the name can be sent again."""
+        slot = self._table.slots.get(self._table.own_name(name))
         if slot is None:
+            if name.startswith(self._table.ignored):
+                return
             raise WeightUpdateError(f"the model has no parameter {name!r}; names are those of its Hugging Face checkpoint")
         if tuple(tensor.shape) != slot.checkpoint_shape:
             raise WeightUpdateError(f"{name} has shape {list(tensor.shape)}, the model's is {list(slot.checkpoint_shape)}")
         if not tensor.is_floating_point():
             raise WeightUpdateError(f"{name} has dtype {tensor.dtype}; send a floating-point tensor")
-        covered = [part.name for part in slot.covers] or [name]
+        covered = [part.name for part in slot.covers] or [slot.name]
         repeated = [each for each in covered if each in self._filled]
         if repeated:
-            what = "was sent already" if repeated == [name] else f"covers {format_names(repeated)}, sent already"
+            what = "was sent already" if repeated == [slot.name] else f"covers {format_names(repeated)}, sent already"
             raise WeightUpdateError(f"{name} {what}; send every parameter once per version")
         target, tensor = self._place(slot.view), tensor.detach().reshape(slot.view.shape)
         if slot.alias_of is not None:
-            self._put_alias(name, slot.alias_of, target, tensor)
+            self._put_alias(slot.name, slot.alias_of, target, tensor)
             return
-        early = self._early_aliases.get(name)
+        early = self._early_aliases.get(slot.name)
         if early is not None and not torch.equal(target, tensor.to(target)):
             raise WeightUpdateError(f"{name} and {early} are tied in this model but differ; send equal tensors or only {name}")
         self._copy(name, target, tensor)

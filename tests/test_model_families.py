@@ -1,17 +1,20 @@
 """Every family against transformers on small random checkpoints in float32, and against itself however the work is cut."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from model_checks import CUTS, PROMPTS, assert_results_do_not_depend_on, make
+from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, Runner, tiny_model
-from transformers import AutoModelForCausalLM
 
 from batchgen import SamplingParams
 from batchgen.errors import ModelError
 from batchgen.models.matrix import support_matrix
 from batchgen.models.registry import load_model
+from weights_sync.mapping import resolve
 
 MOE = [family for family in FAMILIES if family not in ("qwen3", "llama")]
 LOOSER = {"deepseek_v32": 1e-3, "glm_moe_dsa": 1e-3, "qwen3_next": 1e-3, "kimi_linear": 1e-3}
@@ -83,7 +86,8 @@ def folder(request, tmp_path_factory):
 
 
 def transformers_model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    architecture = json.loads((Path(folder) / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def assert_logits_equal(folder, tolerance: float = 1e-4) -> None:
@@ -153,6 +157,33 @@ def test_a_trainers_stacked_tensors_and_a_checkpoints_are_the_same_update(tmp_pa
     llm.update_weights(transformers_model(new).state_dict().items(), version=1)
     for got, want in zip(llm.generate(PROMPTS, params), expected, strict=True):
         assert got.samples[0].token_ids == want.samples[0].token_ids
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_a_publisher_finds_every_parameter_in_a_trainers_model(tmp_path, family):
+    new = tiny_model(family, tmp_path / "new", seed=1)
+    want = load_model(str(new), "float32", "cpu", deterministic=False).store
+    got = load_model(str(tiny_model(family, tmp_path / "old")), "float32", "cpu", deterministic=False).store
+    tensors = transformers_model(new).state_dict()
+    found = resolve({name: tuple(tensor.shape) for name, tensor in tensors.items()}, got.specs)
+    assert not found.faults and not found.must_equal
+    stage = got.open(1)
+    for pick in found.picks:
+        stage.put(pick.name, tensors[pick.source][pick.index])
+    stage.commit()
+    assert all(map(torch.equal, got.table.storages(), want.table.storages()))
+
+
+def test_kimi_k25_loads_under_the_hubs_names_as_under_transformers(tmp_path):
+    """The hub has `layers` where transformers writes `blocks`, and a projector without its `model.` prefix."""
+    folder = tiny_model("kimi_k25", tmp_path)
+    before = make(folder).generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    tensors = load_file(folder / "model.safetensors")
+    assert "language_model.model.blocks.1.mlp.gate.weight" in tensors and "model.mm_projector.pre_norm.weight" in tensors
+    hub = {name.replace("model.blocks.", "model.layers.").removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(hub, folder / "model.safetensors", metadata={"format": "pt"})
+    after = make(folder).generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert [group.samples[0].token_ids for group in after] == [group.samples[0].token_ids for group in before]
 
 
 def test_a_window_shorter_than_the_context_is_refused(tmp_path):

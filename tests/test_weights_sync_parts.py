@@ -58,6 +58,38 @@ def test_stacked_and_single_experts_together_are_refused():
     assert any("both hold model.layers.0.mlp.experts.0.down_proj.weight" in fault for fault in resolve(shapes, SPECS).faults)
 
 
+BESIDE = {
+    "language_model.model.embed_tokens.weight": Spec((300, 128)),
+    "language_model.lm_head.weight": Spec((300, 128)),
+    "language_model.model.layers.0.block_sparse_moe.gate.weight": Spec((1, 128)),
+    "language_model.model.layers.0.block_sparse_moe.experts.0.w1.weight": Spec((32, 128)),
+    "language_model.model.layers.0.block_sparse_moe.experts.0.w2.weight": Spec((128, 32)),
+    "language_model.model.layers.0.block_sparse_moe.experts.0.w3.weight": Spec((32, 128)),
+}
+LOADED = {
+    "model.language_model.embed_tokens.weight": (300, 128),
+    "lm_head.weight": (300, 128),
+    "model.language_model.layers.0.mlp.gate.weight": (1, 128),
+    "model.language_model.layers.0.mlp.experts.gate_up_proj": (1, 64, 128),
+    "model.language_model.layers.0.mlp.experts.down_proj": (1, 128, 32),
+    "model.vision_tower.final_layernorm.weight": (16,),
+    "model.mm_projector.in_proj.weight": (16, 16),
+}
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "module._orig_mod."])
+def test_a_language_model_beside_a_vision_tower_is_found_and_the_tower_left_aside(wrapper):
+    result = resolve({wrapper + name: shape for name, shape in LOADED.items()}, BESIDE)
+    assert not result.faults and {pick.name for pick in result.picks} == set(BESIDE)
+    gate_up = f"{wrapper}model.language_model.layers.0.mlp.experts.gate_up_proj"
+    assert {pick.name.split(".")[-2] for pick in result.picks if pick.source == gate_up} == {"w1", "w3"}
+
+
+def test_a_tower_is_a_fault_for_a_model_that_has_none():
+    shapes = {name: spec.shape for name, spec in SPECS.items()} | {"model.vision_tower.final_layernorm.weight": (16,)}
+    assert resolve(shapes, SPECS).faults == ["model.vision_tower.final_layernorm.weight is not a tensor of this model"]
+
+
 def test_untied_head_is_a_tensor_of_its_own():
     specs = SPECS | {"lm_head.weight": Spec((300, 128))}
     result = resolve({name: spec.shape for name, spec in specs.items()}, specs)

@@ -123,6 +123,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2": ("DeepseekV2", {**_LATENT, **_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**_LATENT, **_DEEPSEEK}),
+    "kimi_k25": ("Kimi_K25", {**_LATENT, **_DEEPSEEK}),
     "deepseek_v32": ("DeepseekV32", {**_LATENT, **_DEEPSEEK, **_INDEXER}),
     "qwen3_next": (
         "Qwen3Next",
@@ -177,7 +178,11 @@ def tiny_model(family: str, path: str | Path, seed: int = 0, **overrides: Any) -
         "initializer_range": 0.2,
     }
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**(values | own | overrides)))
+    values |= own | overrides
+    if family == "kimi_k25":
+        model = _beside_a_vision_tower(values)
+    else:
+        model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**values))
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -188,6 +193,16 @@ def tiny_model(family: str, path: str | Path, seed: int = 0, **overrides: Any) -
             torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(path)
     return Path(path)
+
+
+def _beside_a_vision_tower(values: dict[str, Any]) -> torch.nn.Module:
+    from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2}
+    sizes = dict.fromkeys(("pos_emb_height", "pos_emb_width", "pos_emb_time"), 2)
+    own = {"projection_hidden_size": 16, "image_token_id": 258, "video_token_id": 259, "tie_word_embeddings": False}
+    text = values | {"model_type": "deepseek_v3"}
+    return Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, vision_config=vision | sizes, **own))
 
 
 def plain_layout(num_kv_heads: int, head_dim: int) -> CacheLayout:

@@ -1,7 +1,8 @@
 """From a trainer's parameter names to the engine's. In: names and shapes of both sides. Out: picks, or faults in words. Pure; no torch.
 
-Three things differ: wrappers put prefixes before or into names, transformers 5 stacks the experts of a layer in one tensor, and a tied
-head has a second name. Nothing is guessed: a prefix goes only when the name is unknown with it and known without it.
+Four things differ: wrappers put prefixes before or into names, transformers 5 stacks the experts of a layer in one tensor and calls their
+block `mlp`, a tied head has a second name, and a language model beside a vision tower is named the other way round. Nothing is guessed:
+a prefix goes only when the name is unknown with it and known without it.
 """
 
 import re
@@ -16,9 +17,19 @@ INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_mo
 """Put anywhere in a name by torch.compile, FSDP, activation checkpointing and DeepSpeed."""
 OUTER_WRAPPERS = ("module.", "base_model.model.", "model.", "policy.", "actor.")
 """Put before a name by DDP, PEFT and trainers' own modules."""
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+TIED = {
+    "lm_head.weight": "model.embed_tokens.weight",
+    "language_model.lm_head.weight": "language_model.model.embed_tokens.weight",
+}
 """Second names of tied heads."""
-_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+BESIDE_TOWERS = (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+"""How transformers 5 begins the names of such a language model, and how its checkpoints do."""
+TOWERS = ("vision_tower.", "mm_projector.")
+"""Beside a language model; the engine has no use for them."""
+BLOCKS = (".mlp.", ".block_sparse_moe.")
+"""What transformers 5 calls a layer's experts, router and shared experts, and what checkpoints of some families do."""
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +52,16 @@ class Resolution:
 
 
 def stacked_names(specs: Mapping[str, Any]) -> dict[str, tuple[Shape, list[tuple[str, Index]]]]:
-    """Names under which transformers 5 holds all experts of a layer: {name: (shape, [(engine name, index)])}.
+    """Names under which transformers 5 holds all experts of a layer, or the three convolutions of Kimi-Linear's:
+    {name: (shape, [(engine name, index)])}.
 
     gate_up_proj is [E, 2F, D], down_proj is [E, D, F] (E experts, D model, F ffn; the halves of gate_up_proj are gate and up).
     """
     layers: dict[str, dict[tuple[int, str], str]] = {}
     for name in specs:
         if match := _EXPERT.fullmatch(name):
-            layers.setdefault(match["experts"], {})[int(match["number"]), match["part"]] = name
+            part = _PARTS.get(match["part"], match["part"])
+            layers.setdefault(match["experts"].replace(*BLOCKS[::-1]), {})[int(match["number"]), part] = name
     stacked: dict[str, tuple[Shape, list[tuple[str, Index]]]] = {}
     for experts, names in layers.items():
         num_experts = 1 + max(number for number, _ in names)
@@ -64,6 +77,14 @@ def stacked_names(specs: Mapping[str, Any]) -> dict[str, tuple[Shape, list[tuple
             (num_experts, depth, width),
             [(names[e, "down_proj"], (e,)) for e in range(num_experts)],
         )
+    for name in specs:
+        if not name.endswith(".q_conv1d.weight"):
+            continue
+        parts = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        rows, *rest = specs[name].shape
+        if all(part in specs and specs[part].shape == specs[name].shape for part in parts):
+            slices: list[tuple[str, Index]] = [(part, (slice(i * rows, (i + 1) * rows),)) for i, part in enumerate(parts)]
+            stacked[name.replace("q_conv1d", "conv1d")] = ((3 * rows, *rest), slices)
     return stacked
 
 
@@ -72,9 +93,12 @@ def resolve(shapes: Mapping[str, Shape], specs: Mapping[str, Any]) -> Resolution
     result, stacked = Resolution(), stacked_names(specs)
     aliases = {alias: name for alias, name in TIED.items() if name in specs and alias not in specs}
     known = specs.keys() | stacked.keys() | aliases.keys()
+    has_towers = any(name.startswith("language_model.") for name in known)
     sources: dict[str, str] = {}
     for source in shapes:
         name = plain_name(source, known)
+        if name is None and has_towers and _unwrapped(source).startswith(TOWERS):
+            continue
         if name is None:
             result.faults.append(f"{source} is not a tensor of this model")
         elif name in sources:
@@ -111,8 +135,21 @@ def plain_name(source: str, known: Any) -> str | None:
         if name not in known:
             name = name.replace(wrapper, "")
     while name not in known:
+        swapped = [ours + name.removeprefix(theirs) for theirs, ours in BESIDE_TOWERS if name.startswith(theirs)]
+        swapped += [each.replace(*BLOCKS).replace(".forget_gate.", ".") for each in (name, *swapped)]
+        if found := next((each for each in swapped if each in known), None):
+            return found
         wrapper = next((w for w in OUTER_WRAPPERS if name.startswith(w)), "")
         if not wrapper:
             return None
         name = name.removeprefix(wrapper)
     return name
+
+
+def _unwrapped(source: str) -> str:
+    """The name without any wrapper that is known."""
+    for wrapper in INNER_WRAPPERS:
+        source = source.replace(wrapper, "")
+    while wrapper := next((w for w in OUTER_WRAPPERS if source.startswith(w)), ""):
+        source = source.removeprefix(wrapper)
+    return source

@@ -7,6 +7,12 @@ from batchgen.models.deepseek_v3 import read_deepseek
 from batchgen.models.latent import read_latent
 
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
+RENAMED = (
+    ("language_model.model.blocks.", "language_model.model.layers."),
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+)
+"""What transformers 5 calls these tensors: in files that it saves, where its vision tower's renaming takes the layers along, and loaded."""
 
 
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
@@ -20,5 +26,5 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
         architecture=ARCHITECTURE,
         prefix="language_model.model",
         head="language_model.lm_head",
-        ignored=("vision_tower.", "mm_projector."),
+        ignored=("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector."),
     )

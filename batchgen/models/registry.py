@@ -100,8 +100,9 @@ def load_model(folder: str, dtype: str, device: str | torch.device, deterministi
     storage_dtype = choose_dtype(dtype, config, device)
     arithmetic = Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
     model = Decoder(config, arithmetic)
-    store = WeightStore(WeightTable(model.slots))
-    load_weights(checkpoint, store.table, config.ignored)
+    renamed = getattr(FAMILIES[config.architecture], "RENAMED", ())
+    store = WeightStore(WeightTable(model.slots, renamed, config.ignored))
+    load_weights(checkpoint, store.table)
     if deterministic:
         arithmetic.check_invariance(model.matrices)
     return LoadedModel(model=model, config=config, store=store, dtype=storage_dtype, device=device, fingerprint=checkpoint.fingerprint())
