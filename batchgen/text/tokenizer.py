@@ -17,7 +17,7 @@ from typing import Any
 import tokenizers
 
 from batchgen.errors import ModelError, RequestError
-from batchgen.text import kimi_k3
+from batchgen.text import deepseek_v32, kimi_k3
 from batchgen.text.chat_template import ChatTemplate, check_messages, map_strings, with_arguments
 from batchgen.text.parsers.formats import format_for
 from batchgen.text.pieces import token_pieces
@@ -42,7 +42,7 @@ class Tokenizer:
         """`guard_added`: no added token is made from a user's text, also those that decode shows.
 
         `model_type`: config.json's. It tells the format of messages where the chat template does not, and that a folder without a
-        template is Kimi-K3's.
+        template is Kimi-K3's or DeepSeek-V3.2's.
         """
         config = config or {}
         self._num_ids = num_ids
@@ -72,7 +72,11 @@ class Tokenizer:
         if self._kimi_k3_chat:
             kimi_k3.check_tokens(self._vocab, "the tokenizer")
             self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, self._vocab[kimi_k3.END]]))
-        self._templates = {name: ChatTemplate(text, self.named_tokens) for name, text in (chat_templates or {}).items()}
+        self._templates: dict[str, ChatTemplate | deepseek_v32.DeepseekV32Format] = {
+            name: ChatTemplate(text, self.named_tokens) for name, text in (chat_templates or {}).items()
+        }
+        if model_type == "deepseek_v32" and not chat_templates and self._vocab.keys() >= set(deepseek_v32.TOKENS):
+            self._templates["default"] = deepseek_v32.DeepseekV32Format()
         self.message_format = format_for(model_type, self.template_source)
         """In which format the model writes reasoning and tool calls, for MessageParser."""
 
@@ -96,7 +100,7 @@ class Tokenizer:
         if not all(type(token) is int for token in eos):
             raise ModelError(f"{folder}: eos_token_id is an integer or a list of integers, got {eos!r:.100}")
         model_type = str(model.get("model_type", ""))
-        guard_added = ranked or model_type == "kimi_k3"
+        guard_added = ranked or model_type in ("kimi_k3", "deepseek_v32")
         return cls(spec, config, eos, _read_templates(folder, config), num_ids, guard_added=guard_added, model_type=model_type)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False) -> list[int]:
