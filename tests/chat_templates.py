@@ -128,6 +128,21 @@ KIMI_K2 = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}
 """
+MISTRAL = """
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (']' if loop.last else ', ') }}
+        {%- endfor %}
+    {%- elif message.role == 'assistant' %}{{- ' ' + message.content + '</s>' }}
+    {%- else %}{{- '[TOOL_RESULTS] {"content": ' + message.content ~ ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 FAMILIES = {"qwen3": QWEN3, "deepseek_v31": DEEPSEEK_V31, "glm45": GLM45, "minimax_m2": MINIMAX_M2, "gpt_oss": GPT_OSS, "kimi_k2": KIMI_K2}
 

@@ -129,6 +129,21 @@ SAMPLES = {
         text=f'<{_D}tool_calls>\n<{_D}invoke name="get_weather">\n{_DSML}</{_D}invoke>\n</{_D}tool_calls>',
         calls=(("get_weather", WEATHER),),
     ),
+    "mistral": Sample(
+        fmt="mistral",
+        text=f'I ask.[TOOL_CALLS] [{{"name": "get_weather", "arguments": {WEATHER}, "id": "aB3dE6gH9"}}]',
+        content="I ask.",
+        calls=(("get_weather", WEATHER),),
+        ids=("aB3dE6gH9",),
+    ),
+    "mistral_later": Sample(
+        fmt="mistral",
+        text=f"<think>Hm.</think>I ask.[TOOL_CALLS]get_weather[CALL_ID]aB3dE6gH9[ARGS]{WEATHER}[TOOL_CALLS]run[ARGS]{_CODE_JSON}",
+        reasoning="Hm.",
+        content="I ask.",
+        calls=(("get_weather", WEATHER), ("run", _CODE_JSON)),
+        ids=("aB3dE6gH9", "1549bbd55"),
+    ),
     "kimi_k2": Sample(
         fmt="kimi_k2",
         text="<think>Hm.</think>I ask.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"

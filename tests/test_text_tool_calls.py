@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from chat_templates import MISTRAL
+from chat_templates import tokenizer as template_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from message_samples import SAMPLES, TOOLS, Sample, parts, read
@@ -15,6 +17,7 @@ from batchgen.text.control import format_for, marker_tokens, opens_thinking
 from batchgen.text.message import Message, MessageParser
 from batchgen.text.parsers.formats import FORMATS, HARMONY, TAG_FORMATS, tokens_of
 from batchgen.text.parsers.values import ToolSchemas
+from batchgen.text.prompts import prompt_ids
 from batchgen.text.stream import TextStream
 from batchgen.text.tokenizer import Tokenizer
 
@@ -82,6 +85,11 @@ def test_a_message_and_its_deltas_have_openais_shape():
         ),
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>run{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
         ("deepseek_v32", f'<{D}function_calls>\n<{D}invoke name="run">\nx</{D}invoke>\n</{D}function_calls>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "run", "arguments": {}}, {"name": "run"'),
+        ("mistral", '[TOOL_CALLS] [{"name": "run", "arguments": {}}, {"name": "run", "arguments": 1}]'),
+        ("mistral", "[TOOL_CALLS] []"),
+        ("mistral", "[TOOL_CALLS]run"),
+        ("mistral", "[TOOL_CALLS]run[ARGS]{"),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>run:0<|tool_call_end|><|tool_calls_section_end|>"),
         ("kimi_k3", '<|open|>tools<|sep|><|open|>call index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'),
         ("gpt_oss", "<|channel|>commentary to=functions.run <|constrain|>json<|message|>{<|call|>"),
@@ -210,6 +218,17 @@ def test_kimi_k3s_arguments_may_be_one_json_element():
     assert calls(read(Sample(fmt="kimi_k3", text=text + "<|close|>call<|sep|>"))) == [("run", '{"a": 1}')]
 
 
+def test_a_mistral_list_holds_several_calls_whose_ids_its_templates_take():
+    text = '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "]"}}, {"name": "run", "arguments": "{}"}]'
+    message = read(Sample(fmt="mistral", text=text), list(text))
+    assert calls(message) == [("run", '{"code": "]"}'), ("run", "{}")] and message.content is None
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "so"} for call in message.tool_calls]
+    one = template_tokenizer(MISTRAL)
+    shown = one.decode(prompt_ids(one, [{"role": "user", "content": "hi"}, message, *results], None, {}))
+    assert all(f'"id": "{call.id}"' in shown and len(call.id) == 9 for call in message.tool_calls)
+    assert len({call.id for call in message.tool_calls}) == 2
+
+
 def test_a_model_is_told_by_its_template_and_without_one_by_its_type():
     for template, fmt in (
         ("<tool_call>\n{{ tool_call.arguments | tojson }}</tool_call>", "hermes"),
@@ -220,6 +239,7 @@ def test_a_model_is_told_by_its_template_and_without_one_by_its_type():
         ("<minimax:tool_call>", "minimax_m2"),
         ("<|channel|>analysis", "gpt_oss"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral"),
     ):
         assert format_for("llama", template) == fmt
     assert [format_for(kind, None) for kind in ("kimi_k3", "deepseek_v32", "qwen3_moe", "gpt_oss", "olmoe")] == [

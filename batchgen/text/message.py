@@ -4,13 +4,14 @@ The message does not depend on how the text is cut into pieces, and the deltas o
 malformed stays content, as written.
 """
 
+import hashlib
 import itertools
 from typing import Any, Literal
 
 import msgspec
 
 from batchgen.text.parsers.events import Call, Content, Event, Reasoning
-from batchgen.text.parsers.formats import is_exact, make_parser
+from batchgen.text.parsers.formats import has_short_ids, is_exact, make_parser
 from batchgen.text.parsers.values import ToolSchemas
 
 _SPACE = " \t\r\n"
@@ -29,7 +30,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     """One call of a tool."""
 
     id: str
-    """The model's own where its format has ids (Kimi-K2), else the parser's prefix and the call's number."""
+    """The model's own where its format has ids (Kimi-K2, Mistral), else the parser's prefix and the call's number (Mistral: their hash)."""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -77,7 +78,7 @@ class MessageParser:
     def __init__(self, fmt: str, tools: list[dict[str, Any]] | None = None, thinking_open: bool = False, *, call_prefix: str = "call_"):
         self._parser = make_parser(fmt, ToolSchemas(tools), thinking_open)
         self._exact = is_exact(fmt)
-        self._prefix = call_prefix
+        self._prefix, self._short_ids = call_prefix, has_short_ids(fmt)
         self._thought = thinking_open
         """Whether there was reasoning, be it empty."""
         self._reasoning: list[str] = []
@@ -146,6 +147,10 @@ class MessageParser:
 
     def _call(self, call: Call) -> MessageDelta:
         index, taken = len(self._calls), {other.id for other in self._calls}
-        call_id = call.call_id if call.call_id is not None and call.call_id not in taken else f"{self._prefix}{index}"
+        call_id = call.call_id if call.call_id and call.call_id not in taken else self._call_id(index)
         self._calls.append(ToolCall(id=call_id, function=FunctionCall(name=call.name, arguments=call.arguments)))
         return MessageDelta(tool_call=self._calls[-1], index=index)
+
+    def _call_id(self, index: int) -> str:
+        name = f"{self._prefix}{index}"
+        return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()[:9] if self._short_ids else name

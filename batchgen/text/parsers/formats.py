@@ -69,6 +69,12 @@ TAG_FORMATS = {
         dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>"),
         exact=True,
     ),
+    "mistral": TagFormat(
+        tokens=(*_THINK, "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        call=("[TOOL_CALLS]", "[/TOOL_CALLS]"),
+        read=syntax.mistral,
+        short_ids=True,
+    ),
     "glm": TagFormat(
         tokens=(*_THINK, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         call=("<tool_call>", "</tool_call>"),
@@ -93,6 +99,7 @@ _SIGNS = (
     ("<minimax:tool_call>", "minimax_m2"),
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<|open|>", "kimi_k3"),
+    ("[TOOL_CALLS]", "mistral"),
     ("<|channel|>", HARMONY),
     (DSML, "deepseek_v32"),
     ("<function=", "qwen3_coder"),
@@ -104,6 +111,7 @@ _MODEL_TYPES = {
     "deepseek_v4": "deepseek_v32",
     "glm4_moe": "glm",
     "glm4_moe_lite": "glm",
+    "glm5_next": "glm",
     "glm_moe_dsa": "glm",
     "gpt_oss": HARMONY,
     "kimi_k2": "kimi_k2",
@@ -111,6 +119,8 @@ _MODEL_TYPES = {
     "kimi_linear": "kimi_k2",
     "kimi_k3": "kimi_k3",
     "minimax_m2": "minimax_m2",
+    "mistral": "mistral",
+    "mixtral": "mistral",
     "qwen2": "hermes",
     "qwen2_moe": "hermes",
     "qwen3": "hermes",
@@ -148,6 +158,11 @@ def make_parser(fmt: str, schemas: ToolSchemas, thinking_open: bool) -> TextPars
 def is_exact(fmt: str) -> bool:
     """Whether white space around reasoning and content is the model's own."""
     return fmt == HARMONY or TAG_FORMATS[fmt].exact
+
+
+def has_short_ids(fmt: str) -> bool:
+    """Whether calls are named by nine letters and digits."""
+    return fmt != HARMONY and TAG_FORMATS[fmt].short_ids
 
 
 def tokens_of(fmt: str) -> tuple[str, ...]:

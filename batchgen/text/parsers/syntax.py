@@ -1,4 +1,4 @@
-"""How each family writes one tool call. In: what stands between a call's opening and closing marker. Out: the call, or None if malformed.
+"""How each family writes a tool call. In: what stands between a call's opening and closing marker. Out: the call, or None if malformed.
 
 `closed` says that a marker ended the call: where the text itself does not show that it is complete, an unclosed call is none.
 """
@@ -10,7 +10,8 @@ from typing import Any
 from batchgen.text.parsers.events import Call
 from batchgen.text.parsers.values import NOT_JSON, ToolSchemas, object_text, read_json, write_json
 
-Reader = Callable[[str, bool, ToolSchemas], Call | None]
+Reader = Callable[[str, bool, ToolSchemas], Call | list[Call] | None]
+"""A list where one pair of markers is around several calls."""
 
 DSML = "｜DSML｜"
 _NAME = re.compile(r"[\w.:/-]{1,128}")  # what requests may name a tool, so that a call can be part of the next prompt
@@ -133,6 +134,26 @@ def deepseek_v31(body: str, closed: bool, schemas: ToolSchemas) -> Call | None:
     """DeepSeek-V3.1: `f<｜tool▁sep｜>{...}`."""
     name, found, arguments = body.partition("<｜tool▁sep｜>")
     return _call(name.strip(), object_text(arguments, closed) if found else None)
+
+
+def mistral(body: str, closed: bool, schemas: ToolSchemas) -> list[Call] | None:
+    """`[{"name": "f", "arguments": {...}}, ...]`, or in later models `f[ARGS]{...}` with `[CALL_ID]` and an id before it."""
+    value = read_json(body)
+    if isinstance(value, list):
+        calls = [_mistral_entry(entry) for entry in value]
+        return [call for call in calls if call is not None] if None not in calls else None
+    head, brace, arguments = body.partition("{")
+    name, found, call_id = head.strip().removesuffix("[ARGS]").partition("[CALL_ID]")
+    call = _call(name.strip(), object_text(brace + arguments, closed) if brace else None, call_id.strip() if found else None)
+    return None if call is None else [call]
+
+
+def _mistral_entry(entry: Any) -> Call | None:
+    if not isinstance(entry, dict):
+        return None
+    arguments, call_id = entry.get("arguments"), entry.get("id")
+    text = object_text(arguments, True) if isinstance(arguments, str) else write_json(arguments) if isinstance(arguments, dict) else None
+    return _call(entry.get("name"), text, call_id if isinstance(call_id, str) else None)
 
 
 def _call(name: Any, arguments: str | None, call_id: str | None = None) -> Call | None:

@@ -47,6 +47,8 @@ class TagFormat:
     read: Reader | None = None
     dropped: tuple[str, ...] = ()
     """Tags around content that add nothing."""
+    short_ids: bool = False
+    """The family's templates take only ids of nine letters and digits."""
     exact: bool = False
     """White space at the edges of reasoning and content is the model's own, not the template's."""
 
@@ -235,15 +237,15 @@ class TagParser:
         assert self._form.call is not None and self._form.read is not None
         opening, closing = self._form.call
         self._state = _State.TEXT
-        call = self._form.read(body, marker is not None, self._schemas)
-        if call is None:
+        found = self._form.read(body, marker is not None, self._schemas)
+        if not found:
             self._flush_pending()
             self._in_markup = False
             self._events.append(Content(opening + body + (closing if marker == closing else "")))
             return
         self._pending.clear()
         self._section_has_call = self._in_markup = self._section_end is not None
-        self._events.append(call)
+        self._events += found if isinstance(found, list) else [found]
 
     def _end_held(self) -> None:
         """The reasoning never closed: if it holds a call, it ended there; else it only spoke of one."""
