@@ -6,7 +6,7 @@ from typing import Any
 
 from batchgen import LLM, SamplingParams
 
-PROMPTS = [[random.Random(i).randrange(256) for _ in range(n)] for i, n in enumerate((7, 1, 41, 18, 90))]
+PROMPTS = [random.Random(n).choices(range(256), k=n) for n in (7, 1, 41, 18, 90)]
 CUTS: dict[str, dict[str, int]] = {
     "chunked": {"max_num_batched_tokens": 16},
     "single": {"max_num_seqs": 1},

@@ -8,7 +8,7 @@ import torch
 from kimi_k3_reference import KEPT_IN_FLOAT32, PREFIX, Reference, random_weights, tiny_config, weight_shapes, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-TOKENS = [random.Random(5).randrange(260) for _ in range(75)]
+TOKENS = random.Random(5).choices(range(260), k=75)
 LINEAR = {
     "hidden_act": "silu",
     "attn_res_block_size": None,

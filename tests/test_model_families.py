@@ -17,7 +17,7 @@ from batchgen.models.registry import load_model
 from weights_sync.mapping import resolve
 
 MOE = [family for family in FAMILIES if family not in ("qwen3", "llama")]
-LOOSER = {"deepseek_v32": 1e-3, "glm_moe_dsa": 1e-3, "qwen3_next": 1e-3, "kimi_linear": 1e-3}
+LOOSER = {"deepseek_v32": 1e-3, "glm_moe_dsa": 1e-3, "glm5_next": 1e-3, "qwen3_next": 1e-3, "kimi_linear": 1e-3}
 """Tolerance of logits where it is not 1e-4: a choice of keys turns on their scores' last bits."""
 VARIANTS = {
     "tied": ("llama", {"tie_word_embeddings": True}),

@@ -11,8 +11,8 @@ from batchgen.arithmetic import Arithmetic
 from batchgen.errors import ModelError
 from batchgen.models.registry import load_model
 
-TOKENS = [random.Random(3).randrange(256) for _ in range(70)]
-OTHERS = [[random.Random(100 + i).randrange(256) for _ in range(5 + 7 * i % 61)] for i in range(40)]
+TOKENS = random.Random(3).choices(range(256), k=70)
+OTHERS = [random.Random(100 + i).choices(range(256), k=5 + 7 * i % 61) for i in range(40)]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

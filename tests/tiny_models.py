@@ -156,6 +156,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "glm5_next": (
+        "Glm5Next",
+        {
+            **_LATENT,
+            **_INDEXER,
+            "qk_rope_head_dim": 0,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 4,
+            "pad_token_id": 0,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "n_shared_experts": 1,
+            "swiglu_limit": 1.0,
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "index_kpool": 4,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+            "indexer_types": ["full", "full", "shared", "full", "full"],
+            "mlp_layer_types": ["dense", *["sparse"] * 4],
+        },
+    ),
     "glm_moe_dsa": ("GlmMoeDsa", {**_LATENT, **_DEEPSEEK, **_INDEXER, "indexer_types": ["full", "shared", "full"]}),
 }
 """transformers' class prefix, and what a small model of the family needs beside the common sizes."""
@@ -179,14 +201,15 @@ def tiny_model(family: str, path: str | Path, seed: int = 0, **overrides: Any) -
     }
     torch.manual_seed(seed)
     values |= own | overrides
-    if family == "kimi_k25":
-        model = _beside_a_vision_tower(values)
+    make_config = getattr(transformers, f"{prefix}Config")
+    if family in VISION_TOWERS:
+        model = getattr(transformers, f"{prefix}ForConditionalGeneration")(make_config(**_beside_a_vision_tower(family, values)))
     else:
-        model = getattr(transformers, f"{prefix}ForCausalLM")(getattr(transformers, f"{prefix}Config")(**values))
+        model = getattr(transformers, f"{prefix}ForCausalLM")(make_config(**values))
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif name.endswith(("bias", "sinks")):
+        elif name.endswith(("bias", "sinks", "_hc.base", "kpool_compress_ape", "kpool_compress_gate", "A_log")):
             torch.nn.init.normal_(parameter, std=0.3)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -195,14 +218,21 @@ def tiny_model(family: str, path: str | Path, seed: int = 0, **overrides: Any) -
     return Path(path)
 
 
-def _beside_a_vision_tower(values: dict[str, Any]) -> torch.nn.Module:
-    from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
+VISION_TOWERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "kimi_k25": (
+        "deepseek_v3",
+        {"num_hidden_layers": 1, "num_attention_heads": 2, **dict.fromkeys(("pos_emb_height", "pos_emb_width", "pos_emb_time"), 2)},
+        {"projection_hidden_size": 16, "image_token_id": 258, "video_token_id": 259},
+    ),
+    "glm5_next": ("glm5_next_text", {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "projection_intermediate_size": 20}, {}),
+}
+"""Of families that have one: the language model's own type, the tower's size, and what else the model needs."""
 
-    vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2}
-    sizes = dict.fromkeys(("pos_emb_height", "pos_emb_width", "pos_emb_time"), 2)
-    own = {"projection_hidden_size": 16, "image_token_id": 258, "video_token_id": 259, "tie_word_embeddings": False}
-    text = values | {"model_type": "deepseek_v3"}
-    return Kimi_K25ForConditionalGeneration(Kimi_K25Config(text_config=text, vision_config=vision | sizes, **own))
+
+def _beside_a_vision_tower(family: str, values: dict[str, Any]) -> dict[str, Any]:
+    text_type, tower, own = VISION_TOWERS[family]
+    vision = {"hidden_size": 16, "intermediate_size": 20, "patch_size": 2, **tower}
+    return {"text_config": values | {"model_type": text_type}, "vision_config": vision, "tie_word_embeddings": False, **own}
 
 
 def plain_layout(num_kv_heads: int, head_dim: int) -> CacheLayout:

@@ -24,11 +24,13 @@ TIED = {
 """Second names of tied heads."""
 BESIDE_TOWERS = (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
 """How transformers 5 begins the names of such a language model, and how its checkpoints do."""
-TOWERS = ("vision_tower.", "mm_projector.")
+TOWERS = ("vision_tower.", "mm_projector.", "visual.")
 """Beside a language model; the engine has no use for them."""
 BLOCKS = (".mlp.", ".block_sparse_moe.")
 """What transformers 5 calls a layer's experts, router and shared experts, and what checkpoints of some families do."""
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+_HYPER = re.compile(r"\.(attn|ffn)_hc\.(fn|base|scale)$")
+"""Hyper-connections of GLM-5.3-Flash."""
 _PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -93,7 +95,7 @@ def resolve(shapes: Mapping[str, Shape], specs: Mapping[str, Any]) -> Resolution
     result, stacked = Resolution(), stacked_names(specs)
     aliases = {alias: name for alias, name in TIED.items() if name in specs and alias not in specs}
     known = specs.keys() | stacked.keys() | aliases.keys()
-    has_towers = any(name.startswith("language_model.") for name in known)
+    has_towers = any(name.startswith(("language_model.", "model.language_model.")) for name in known)
     sources: dict[str, str] = {}
     for source in shapes:
         name = plain_name(source, known)
@@ -136,7 +138,7 @@ def plain_name(source: str, known: Any) -> str | None:
             name = name.replace(wrapper, "")
     while name not in known:
         swapped = [ours + name.removeprefix(theirs) for theirs, ours in BESIDE_TOWERS if name.startswith(theirs)]
-        swapped += [each.replace(*BLOCKS).replace(".forget_gate.", ".") for each in (name, *swapped)]
+        swapped += [_HYPER.sub(r".hc_\1_\2", each.replace(*BLOCKS).replace(".forget_gate.", ".")) for each in (name, *swapped)]
         if found := next((each for each in swapped if each in known), None):
             return found
         wrapper = next((w for w in OUTER_WRAPPERS if name.startswith(w)), "")

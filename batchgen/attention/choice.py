@@ -33,6 +33,40 @@ def choose_keys(arithmetic: Arithmetic, q_TNd: Tensor, weights_TN: Tensor, store
     return torch.cat([F.pad(each, (0, width - each.shape[1]), value=-1) for each in chosen])
 
 
+def choose_pools(
+    arithmetic: Arithmetic, q_TNd: Tensor, weights_TN: Tensor, store: Store, batch: PackedBatch, top_k: int, gate_bias_Pd: Tensor
+) -> Tensor:
+    """As `choose_keys`, of pools of P consecutive keys: a pool's key is the mean of its keys, weighted in each dimension by a softmax of
+    their gates, which the store has as values, plus `gate_bias_Pd`. A token sees all of the pools chosen from those that end by its own
+    position, top_k / P of them, and what comes after the last of these."""
+    size = len(gate_bias_Pd)
+    chosen = []
+    lens = [end - start for start, end in zip(batch.query_starts, batch.query_starts[1:], strict=False)]
+    per_row = zip(*(torch.split(each, lens) for each in (q_TNd, weights_TN, batch.positions_T)), batch.page_table_BP, strict=True)
+    for q_QNd, weights_QN, positions_Q, pages_P in per_row:
+        num_keys = int(positions_Q[-1]) + 1
+        k_Cd, gates_Cd = (x.reshape(-1, q_TNd.shape[2]) for x in store.gather(pages_P[: -(-num_keys // store.page_size)], torch.float32))
+        num_pools = num_keys // size
+        k_CPd, gates_CPd = (x[: num_pools * size].view(num_pools, size, q_TNd.shape[2]) for x in (k_Cd, gates_Cd))
+        pools_Cd = ((gates_CPd + gate_bias_Pd).softmax(dim=1) * k_CPd).sum(dim=1).to(q_TNd.dtype)
+        scores_QC = _pool_scores(arithmetic, q_QNd, weights_QN, pools_Cd)
+        best_QK = _best(scores_QC, (positions_Q + 1) // size - 1, top_k // size)
+        keys_QK = (best_QK.unsqueeze(2) * size + torch.arange(size, device=best_QK.device)).masked_fill(best_QK.unsqueeze(2) < 0, num_keys)
+        tail_QP = ((positions_Q + 1) // size * size).unsqueeze(1) + torch.arange(size - 1, device=best_QK.device)
+        tail_QP = tail_QP.masked_fill(tail_QP > positions_Q.unsqueeze(1), num_keys)
+        seen_QK = torch.cat((keys_QK.flatten(1), tail_QP), dim=1).sort(dim=1).values
+        chosen.append(seen_QK.masked_fill(seen_QK == num_keys, -1))
+    width = max(each.shape[1] for each in chosen)
+    return torch.cat([F.pad(each, (0, width - each.shape[1]), value=-1) for each in chosen])
+
+
+def _pool_scores(arithmetic: Arithmetic, q_QNd: Tensor, weights_QN: Tensor, pools_Cd: Tensor) -> Tensor:
+    if arithmetic.cpu_kernels is None:
+        return _tiled_scores(q_QNd, weights_QN, pools_Cd) if arithmetic.tiled else _scores(q_QNd, weights_QN, pools_Cd)
+    products_QNC = arithmetic.linear(q_QNd.flatten(0, 1), pools_Cd).relu_().view(*q_QNd.shape[:2], len(pools_Cd))
+    return (weights_QN.unsqueeze(2) * products_QNC).sum(dim=1)
+
+
 def _scores(q_QNd: Tensor, weights_QN: Tensor, k_Cd: Tensor) -> Tensor:
     products_QNC = (q_QNd.flatten(0, 1).float() @ k_Cd.float().T).relu_().view(*q_QNd.shape[:2], -1)
     return torch.bmm(weights_QN.unsqueeze(1), products_QNC)[:, 0]

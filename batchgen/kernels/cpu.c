@@ -63,15 +63,16 @@ INLINE vec clamp(vec v, float least, float most) {
     return (vec)((above & (ivec)high) | (below & (ivec)low) | (~(above | below) & (ivec)v));
 }
 
-enum { SILU, CLAMPED, SITU };
+enum { SILU, CLAMPED, SITU, LIMITED };
 
 /* gate := activation(gate, up) over F values.
  * SILU: silu(gate) up. CLAMPED: gate below b and up within -b..b, then gate sigmoid(a gate) (up + 1).
- * SITU: a tanh(gate / a) sigmoid(gate) b tanh(up / b). */
+ * SITU: a tanh(gate / a) sigmoid(gate) b tanh(up / b). LIMITED: the clamps, then silu(gate) up. */
 static void gate_values(float *gate, const float *up, long F, long kind, float a, float b) {
     for (long f = 0; f < F; f += LANES) {
         vec g = load(gate + f, F - f), u = load(up + f, F - f);
-        if (kind == SILU) {
+        if (kind == LIMITED) g = clamp(g, -INFINITY, b), u = clamp(u, -b, b);
+        if (kind == SILU || kind == LIMITED) {
             g = g / (exponential(-g) + 1.0f) * u;
         } else if (kind == CLAMPED) {
             g = clamp(g, -INFINITY, b);

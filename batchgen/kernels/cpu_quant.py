@@ -12,7 +12,7 @@ from batchgen.quant.int4 import Int4
 from batchgen.quant.mxfp4 import GROUP, Mxfp4
 from batchgen.quant.packed import Packed
 
-ACTIVATIONS = ("silu", "clamped", "situ")
+ACTIVATIONS = ("silu", "clamped", "situ", "limited")
 """As cpu.c numbers them."""
 PLAIN, FP8, MXFP4, INT4 = ({torch.float32: 0, torch.bfloat16: 1}, 2, 3, 4)
 """Kinds of matrices as cpu.h numbers them."""

@@ -8,24 +8,14 @@ Shapes: T tokens, D model, C candidates of a mix, K experts per token.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from batchgen.models.config import FeedForward, Mixer, check_sizes
+from batchgen.models.config import Layer, check_sizes
 from batchgen.models.pass_context import Pass
 from batchgen.models.scope import RmsNorm, Scope
 from batchgen.moe.expert_sum import ExpertSum
-
-
-class Layer(Protocol):
-    """A pre-norm layer."""
-
-    input_norm: RmsNorm
-    mixer: Mixer
-    post_norm: RmsNorm
-    feed_forward: FeedForward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,10 +44,23 @@ class FeedForward(Protocol):
         ...
 
 
+class Layer(Protocol):
+    """A pre-norm layer."""
+
+    @property
+    def input_norm(self) -> RmsNorm: ...
+    @property
+    def mixer(self) -> Mixer: ...
+    @property
+    def post_norm(self) -> RmsNorm: ...
+    @property
+    def feed_forward(self) -> FeedForward: ...
+
+
 class Residuals(Protocol):
     """What layers read and add to, where it is not a plain residual stream."""
 
-    def run(self, layers: Sequence[Any], norm: RmsNorm, x_TD: Tensor, run: Pass) -> tuple[Tensor, list[Tensor]]:
+    def run(self, layers: Sequence[Layer], norm: RmsNorm, x_TD: Tensor, run: Pass) -> tuple[Tensor, list[Tensor]]:
         """From embeddings to normed hidden states, and the router's choice ids_TK of each MoE layer."""
         ...
 

@@ -157,6 +157,8 @@ class KimiDelta:
     """The output gate is one matrix (Kimi-K3); else a product of two with a head's width between."""
     num_rates: int = 0
     """Stored rates, of which the first `num_value_heads` count; 0: no more than those."""
+    flat_rates: bool = False
+    """Rates are stored as a vector, and else with dimensions of size 1 around."""
 
     pages: ClassVar[tuple[PageShape, ...]] = ()
     plain_heads: ClassVar[None] = None
@@ -187,7 +189,8 @@ class KimiDeltaLayer:
         taps = zip("qkv", torch.split(self.rule.taps_CW.unsqueeze(1), sizes.channels), strict=True)
         parts = [scope.slot(f"{name}_conv1d.weight", part) for name, part in taps]
         scope.register("conv1d.weight", self.rule.taps_CW.unsqueeze(1), covers=parts)
-        shape = (spec.num_rates,) if spec.num_rates else (1, 1, sizes.num_value_heads, 1)
+        num_rates = spec.num_rates or sizes.num_value_heads
+        shape = (num_rates,) if spec.flat_rates else (1, 1, num_rates, 1)
         rates = scope.parameter("A_log", *shape, dtype=torch.float32).view(-1)
         bias = scope.parameter("dt_bias", sizes.num_value_heads * sizes.key_dim, dtype=torch.float32)
         self.decay = Decay(self.arithmetic, rates[: sizes.num_value_heads], bias.view(-1, sizes.key_dim), spec.bound)

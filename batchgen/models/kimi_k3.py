@@ -25,6 +25,7 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
         bound=own.values.get("gate_lower_bound"),
         wide_gate=own.get("use_full_rank_gate", default=False),
         num_rates=max(NUM_STORED_RATES, sizes.num_value_heads),
+        flat_rates=True,
     )
     full = read_latent(reader, rope=None, gated=reader.get("mla_use_output_gate", default=False))
     situ = Activation("situ", reader.get("activation_situ_beta"), reader.get("activation_situ_linear_beta"))

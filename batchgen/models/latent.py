@@ -22,7 +22,7 @@ from batchgen.models.rotary import Rope, read_rope
 from batchgen.models.scope import Linear, RmsNorm, Scope
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents; in all families, whatever `rms_norm_eps` says."""
+"""Of the norms of latents; in most families, whatever `rms_norm_eps` says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,7 @@ class Latent:
     interleaved: bool = True
     """Rotated pairs lie side by side in checkpoints; else half a head apart."""
     bias: bool = False
+    norm_eps: float = LATENT_EPS
     gated: bool = False
     """The output is multiplied by the sigmoid of a gate, `g_proj` (Kimi-K3)."""
     indexer: IndexerSpec | None = None
@@ -52,10 +53,10 @@ class Latent:
     plain_heads: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim")
+        check_sizes(self, "num_heads", "kv_rank", "nope_dim", "value_dim")
         if self.indexer is not None and self.q_rank is None:
             raise ModelError("config.json: q_lora_rank is null; the indexer takes its queries from that latent")
-        if self.rope_dim % 2:
+        if self.rope_dim % 2 or self.rope_dim < 0:
             raise ModelError(f"config.json: qk_rope_head_dim is {self.rope_dim}; it takes an even number")
 
     @property
@@ -104,9 +105,9 @@ class LatentAttention:
         first = {"q_proj": width} if spec.q_rank is None else {"q_a_proj": spec.q_rank}
         self.queries = Linear(scope, scope.hidden_size, first, spec.bias and spec.q_rank is not None)
         self.keys = Linear(scope, scope.hidden_size, {"kv_a_proj_with_mqa": spec.kv_rank + spec.rope_dim}, spec.bias)
-        self.q_norm = None if spec.q_rank is None else RmsNorm(scope, "q_a_layernorm", spec.q_rank, LATENT_EPS)
+        self.q_norm = None if spec.q_rank is None else RmsNorm(scope, "q_a_layernorm", spec.q_rank, spec.norm_eps)
         self.second_queries = None if spec.q_rank is None else Linear(scope, spec.q_rank, {"q_b_proj": width})
-        self.kv_norm = RmsNorm(scope, "kv_a_layernorm", spec.kv_rank, LATENT_EPS)
+        self.kv_norm = RmsNorm(scope, "kv_a_layernorm", spec.kv_rank, spec.norm_eps)
         heads_NXr = Linear(scope, spec.kv_rank, {"kv_b_proj": spec.num_heads * (spec.nope_dim + spec.value_dim)}).weight_ND
         heads_NXr = heads_NXr.view(spec.num_heads, -1, spec.kv_rank)
         self.key_Nnr, self.value_Nvr = torch.split(heads_NXr, [spec.nope_dim, spec.value_dim], dim=1)

@@ -12,6 +12,7 @@ from batchgen.models import (
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
+    glm5_next,
     glm_moe_dsa,
     gpt_oss,
     kimi_k3,
@@ -56,6 +57,7 @@ _MODULES: tuple[Family, ...] = (
     qwen3_next,
     kimi_linear,
     kimi_k3,
+    glm5_next,
 )
 FAMILIES = {family.ARCHITECTURE: family for family in _MODULES}
 """By the first of `architectures` in config.json."""

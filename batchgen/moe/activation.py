@@ -11,9 +11,10 @@ from torch.nn import functional as F
 @dataclass(frozen=True, slots=True)
 class Activation:
     """`silu`: silu(gate) * up (Shazeer 2020). `clamped`: gate at most b and up within -b..b, then gate * sigmoid(a * gate) * (up + 1)
-    (GPT-OSS). `situ`: a * tanh(gate / a) * sigmoid(gate) * b * tanh(up / b) (Kimi-K3)."""
+    (GPT-OSS). `limited`: the same clamps, then silu(gate) * up (GLM-5.3-Flash). `situ`: a * tanh(gate / a) * sigmoid(gate) * b *
+    tanh(up / b) (Kimi-K3)."""
 
-    kind: Literal["silu", "clamped", "situ"] = "silu"
+    kind: Literal["silu", "clamped", "situ", "limited"] = "silu"
     a: float = 0.0
     b: float = 0.0
 
@@ -27,8 +28,8 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     if activation.kind == "silu":
         return F.silu(gates) * ups
     a, b = activation.a, activation.b
-    if activation.kind == "clamped":
+    if activation.kind in ("clamped", "limited"):
         gates, ups = gates.clamp(max=b), ups.clamp(-b, b)
-        return gates * torch.sigmoid(a * gates) * (ups + 1)
+        return gates * torch.sigmoid(a * gates) * (ups + 1) if activation.kind == "clamped" else F.silu(gates) * ups
     wide, up = gates.float(), ups.float()
     return (a * torch.tanh(wide / a) * torch.sigmoid(wide) * b * torch.tanh(up / b)).to(gate_up.dtype)
