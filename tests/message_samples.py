@@ -129,6 +129,17 @@ SAMPLES = {
         text=f'<{_D}tool_calls>\n<{_D}invoke name="get_weather">\n{_DSML}</{_D}invoke>\n</{_D}tool_calls>',
         calls=(("get_weather", WEATHER),),
     ),
+    "llama3": Sample(
+        fmt="llama3",
+        text=f'<|python_tag|>{{"name": "get_weather", "parameters": {WEATHER}}}; {{"name": "run", "parameters": {_CODE_JSON}}}',
+        calls=(("get_weather", WEATHER), ("run", _CODE_JSON)),
+    ),
+    "llama3_tag": Sample(
+        fmt="llama3",
+        text=f'<think>Hm.</think>\n\n<|python_tag|>{{"type": "function", "name": "run", "parameters": {_CODE_JSON}}}',
+        reasoning="Hm.",
+        calls=(("run", _CODE_JSON),),
+    ),
     "mistral": Sample(
         fmt="mistral",
         text=f'I ask.[TOOL_CALLS] [{{"name": "get_weather", "arguments": {WEATHER}, "id": "aB3dE6gH9"}}]',

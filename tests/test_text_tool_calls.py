@@ -218,6 +218,22 @@ def test_kimi_k3s_arguments_may_be_one_json_element():
     assert calls(read(Sample(fmt="kimi_k3", text=text + "<|close|>call<|sep|>"))) == [("run", '{"a": 1}')]
 
 
+def test_a_llama_answer_is_calls_as_far_as_it_begins_with_them_and_only_with_tools():
+    call = '{"name": "run", "parameters": {"code": "}"}}'
+    for text, rest in ((call, None), (f"\n {call}\n", None), (f"{call} So.", "So."), (f'{call}; {{"name": "ru', '{"name": "ru')):
+        message = read(Sample(fmt="llama3", text=text), list(text))
+        assert (calls(message), message.content) == ([("run", '{"code": "}"}')], rest)
+        assert read(Sample(fmt="llama3", text=text, tools=[])).content == text
+    for text in ('{"name": "run", "parameters": {}, "age": 3}', '{"name": "run"}', "{", "{}", "[]", '{"a": 1}' + call, "So: " + call):
+        assert read(Sample(fmt="llama3", text=text), list(text)) == Message(content=text)
+
+
+def test_llamas_text_comes_at_once_unless_it_may_be_a_call():
+    parser = MessageParser("llama3", TOOLS)
+    assert parser.feed(" <|") == [] and parser.feed("pyth")[:1] == []
+    assert [delta.content for delta in parser.feed("!") + parser.feed(" {")] == [" <|pyth!", " {"]
+
+
 def test_a_mistral_list_holds_several_calls_whose_ids_its_templates_take():
     text = '[TOOL_CALLS] [{"name": "run", "arguments": {"code": "]"}}, {"name": "run", "arguments": "{}"}]'
     message = read(Sample(fmt="mistral", text=text), list(text))
@@ -240,6 +256,7 @@ def test_a_model_is_told_by_its_template_and_without_one_by_its_type():
         ("<|channel|>analysis", "gpt_oss"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
+        ("{{- '<|python_tag|>' + tool_call.name }}", "llama3"),
     ):
         assert format_for("llama", template) == fmt
     assert [format_for(kind, None) for kind in ("kimi_k3", "deepseek_v32", "qwen3_moe", "gpt_oss", "olmoe")] == [

@@ -5,7 +5,7 @@ Facts are those of the released chat templates, and for models that ship none (D
 
 from typing import Protocol
 
-from batchgen.text.parsers import harmony, syntax
+from batchgen.text.parsers import bare_json, harmony, syntax
 from batchgen.text.parsers.events import Event
 from batchgen.text.parsers.syntax import DSML
 from batchgen.text.parsers.tagged import Guard, TagFormat, TagParser
@@ -69,6 +69,7 @@ TAG_FORMATS = {
         dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>", "<|end_of_msg|>"),
         exact=True,
     ),
+    "llama3": TagFormat(tokens=(*_THINK, bare_json.TAG)),
     "mistral": TagFormat(
         tokens=(*_THINK, "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         call=("[TOOL_CALLS]", "[/TOOL_CALLS]"),
@@ -100,6 +101,7 @@ _SIGNS = (
     ("<|tool_calls_section_begin|>", "kimi_k2"),
     ("<|open|>", "kimi_k3"),
     ("[TOOL_CALLS]", "mistral"),
+    (bare_json.TAG, "llama3"),
     ("<|channel|>", HARMONY),
     (DSML, "deepseek_v32"),
     ("<function=", "qwen3_coder"),
@@ -152,7 +154,8 @@ def make_parser(fmt: str, schemas: ToolSchemas, thinking_open: bool) -> TextPars
     check_format(fmt)
     if fmt == HARMONY:
         return harmony.HarmonyParser(schemas, thinking_open)
-    return TagParser(TAG_FORMATS[fmt], schemas, thinking_open)
+    kind = bare_json.BareJsonParser if fmt == "llama3" else TagParser
+    return kind(TAG_FORMATS[fmt], schemas, thinking_open)
 
 
 def is_exact(fmt: str) -> bool:

@@ -148,6 +148,14 @@ def mistral(body: str, closed: bool, schemas: ToolSchemas) -> list[Call] | None:
     return None if call is None else [call]
 
 
+def bare_call(value: Any) -> Call | None:
+    """Llama 3: `{"name": "f", "parameters": {...}}` and nothing else in it."""
+    if not isinstance(value, dict) or value.keys() - {"type"} not in ({"name", "parameters"}, {"name", "arguments"}):
+        return None
+    arguments = value.get("parameters", value.get("arguments"))
+    return _call(value["name"], write_json(arguments) if isinstance(arguments, dict) else None)
+
+
 def _mistral_entry(entry: Any) -> Call | None:
     if not isinstance(entry, dict):
         return None

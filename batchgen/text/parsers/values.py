@@ -62,6 +62,9 @@ class ToolSchemas:
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
+    def __bool__(self) -> bool:
+        return bool(self._parameters)
+
     def typed(self, tool: str, parameter: str, text: str) -> Any:
         """The text as the type that the parameter's schema asks for; as it stands if it is none of these.
 
