@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from batchgen.kernels import cpu
 from batchgen.models.rotary import Rope, rotary_table
-from batchgen.moe.activation import SILU
+from batchgen.moe import activation
+from batchgen.moe.activation import SILU, Activation
 from batchgen.moe.routing import Routing
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason="needs a C compiler")
@@ -54,6 +55,14 @@ def test_an_outputs_bits_depend_on_its_own_row_alone(two_threads, dtype):
     for start, end in ((0, 1), (7, 12), (200, 301)):
         part = kernels.experts(x[start:end], gate_up, down, ids[start:end], weights[start:end], SILU)
         assert torch.equal(part, together[start:end])
+
+
+@pytest.mark.parametrize("kind", ["silu", "clamped", "situ", "limited"])
+@pytest.mark.parametrize("width", [1, 7, 16, 33])
+def test_an_activation_is_what_plain_torch_computes(kind, width):
+    x = torch.randn(5, 2 * width) * 6
+    made = Activation(kind, a=1.7, b=2.5)
+    torch.testing.assert_close(cpu.load().gate(x, made), activation.gate(x.double(), made).float(), atol=1e-5, rtol=1e-5)
 
 
 def test_rows_that_are_not_side_by_side_are_read_where_they_are():
