@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from kimi_k3_reference import PREFIX, Reference, random_weights, tiny_config, write_checkpoint
+from kimi_k3_reference import Reference, random_weights, tiny_config, write_checkpoint
 from model_checks import CUTS, PROMPTS, assert_results_do_not_depend_on, make
 from tiny_models import Runner
 
 from batchgen import SamplingParams
 from batchgen.errors import ModelError
+from batchgen.models.matrix import tolerance_of
 from batchgen.models.registry import load_model
 
 VARIANTS = {
@@ -32,13 +33,10 @@ def made(tmp_path_factory):
 
 
 def assert_logits_equal(folder, reference) -> None:
-    """To 1e-3, or to a few times the reference's own rounding in float32, where a variant's random weights amplify that."""
-    rounded = Reference({"text_config": reference.text}, {PREFIX + name: weight for name, weight in reference.weights.items()})
-    got = Runner(load_model(str(folder), "float32", "cpu", deterministic=False), len(PROMPTS)).step(dict(enumerate(PROMPTS)))
+    loaded = load_model(str(folder), "float32", "cpu", deterministic=False)
+    got = Runner(loaded, len(PROMPTS)).step(dict(enumerate(PROMPTS)))
     for i, prompt in enumerate(PROMPTS):
-        exact = reference.logits(prompt)
-        tolerance = max(1e-3, 4 * (rounded.logits(prompt) - exact).abs().max().item())
-        torch.testing.assert_close(got[i].double(), exact, atol=tolerance, rtol=0)
+        torch.testing.assert_close(got[i].double(), reference.logits(prompt), atol=tolerance_of(loaded.config.architecture), rtol=0)
 
 
 @pytest.mark.usefixtures("products")
