@@ -93,6 +93,24 @@ def test_controls_that_would_change_nothing_are_refused_with_what_there_is():
     assert "give one" in refusal("invalid_template_kwargs", text, QWEN3, enable_thinking=True, thinking=False)
 
 
+@pytest.mark.parametrize(
+    ("source", "controls"),
+    [
+        ("{% if not a is defined %}{% set a = 1 %}{% endif %}{{ a }}", "a"),
+        ("{% set a = a or 1 %}{{ a }}", "a"),
+        ("{% set a = a | default(1) %}{{ a }}", "a"),
+        ("{% for m in messages %}{% if m.x %}{% set c = 1 %}{% endif %}{{ c }}{% endfor %}", "none"),
+        ("{% if b %}{% set c = 1 %}{% endif %}{% if c %}x{% endif %}", "b"),
+        ("{% macro f(c, d=e) %}{{ c is undefined }}{% endmacro %}{% for c in messages %}{{ f(c) }}{% endfor %}", "e"),
+        ("{% macro f(c) %}{{ c is undefined }}{% endmacro %}{{ f(c) }}", "c"),
+        ("{% set c %}{{ a }}{% endset %}{{ c }}", "a"),
+        ("{% for a in a %}{{ a }}{% endfor %}", "a"),
+    ],
+)
+def test_the_controls_of_a_template_are_what_it_looks_up_and_not_what_it_sets(source, controls):
+    assert f"it reads: {controls}" in refusal("unknown_template_kwarg", text, source, unknown=1)
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template", "bos_token", "raise_exception", "range"])
 def test_a_control_cannot_take_a_name_of_the_template(name):
     def start(**kwargs):

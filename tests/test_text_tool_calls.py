@@ -257,6 +257,7 @@ def test_a_model_is_told_by_its_template_and_without_one_by_its_type():
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3"),
     ):
         assert format_for("llama", template) == fmt
     assert [format_for(kind, None) for kind in ("kimi_k3", "deepseek_v32", "qwen3_moe", "gpt_oss", "olmoe")] == [

@@ -102,7 +102,8 @@ class ChatTemplate:
         """(variables that the template looks up, those that are not a request's to set)."""
         environment = self._template.environment
         own = frozenset(environment.globals) | frozenset(self._special_tokens)
-        return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(self.source))), own
+        tree = environment.parse(self.source)
+        return frozenset(jinja2.meta.find_undeclared_variables(tree)) & _looked_up_first(tree), own
 
     @cached_property
     def _says_thinking(self) -> bool:
@@ -123,6 +124,34 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: self._now().strftime(form)
         return environment
+
+
+def _looked_up_first(tree: jinja2.nodes.Template) -> set[str]:
+    """Names that the template looks up before it sets them, if it sets them at all: its own work variables are not for requests.
+
+    jinja2.meta alone calls a name undeclared when it is set in one branch and looked up in another.
+    """
+    found: dict[str, bool] = {}
+
+    def walk(node: jinja2.nodes.Node, bound: frozenset[str]) -> None:
+        if isinstance(node, jinja2.nodes.Name):
+            if node.name not in bound:
+                found.setdefault(node.name, node.ctx == "load")
+            return
+        children = list(node.iter_child_nodes())
+        if isinstance(node, jinja2.nodes.Macro | jinja2.nodes.CallBlock):
+            bound |= {argument.name for argument in node.args}
+        elif isinstance(node, jinja2.nodes.Assign | jinja2.nodes.AssignBlock):
+            children.remove(node.target)
+            children.append(node.target)
+        elif isinstance(node, jinja2.nodes.For):
+            children.remove(node.iter)
+            children.insert(0, node.iter)
+        for child in children:
+            walk(child, bound)
+
+    walk(tree, frozenset())
+    return {name for name, is_read in found.items() if is_read}
 
 
 class Arguments(dict[str, Any]):

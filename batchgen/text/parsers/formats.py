@@ -102,6 +102,7 @@ _SIGNS = (
     ("<|open|>", "kimi_k3"),
     ("[TOOL_CALLS]", "mistral"),
     (bare_json.TAG, "llama3"),
+    ('"parameters": dictionary of argument name', "llama3"),
     ("<|channel|>", HARMONY),
     (DSML, "deepseek_v32"),
     ("<function=", "qwen3_coder"),
