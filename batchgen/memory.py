@@ -77,8 +77,8 @@ def plan_memory(
         got = f"device_memory_gb={(budget or 0) / GB:.3f}" if budget is not None else f"kv_gb={kv_bytes / GB:.6f}"
         raise MemoryPlanError(
             f"{got} is too small: weights take {weights_bytes / GB:.3f} GB, states {state_bytes / GB:.3f} GB, logits "
-            f"{logits_bytes / GB:.3f} GB and two KV pages {2 * bytes_per_page / GB:.6f} GB; give at least {needed / GB:.3f} GB in all or lower "
-            f"max_num_seqs, now {config.max_num_seqs}"
+            f"{logits_bytes / GB:.3f} GB and two KV pages {2 * bytes_per_page / GB:.6f} GB; give at least {needed / GB:.3f} GB in all "
+            f"or lower max_num_seqs, now {config.max_num_seqs}"
         )
     return MemoryPlan(
         weights_bytes=weights_bytes,
