@@ -160,12 +160,13 @@ def test_a_trainers_stacked_tensors_and_a_checkpoints_are_the_same_update(tmp_pa
         assert got.samples[0].token_ids == want.samples[0].token_ids
 
 
+@pytest.mark.parametrize("source", ["model", "file"])
 @pytest.mark.parametrize("family", MOE)
-def test_a_publisher_finds_every_parameter_in_a_trainers_model(tmp_path, family):
+def test_a_publisher_finds_every_parameter_in_a_trainers_model_and_in_its_file(tmp_path, family, source):
     new = tiny_model(family, tmp_path / "new", seed=1)
     want = load_model(str(new), "float32", "cpu", deterministic=False).store
     got = load_model(str(tiny_model(family, tmp_path / "old")), "float32", "cpu", deterministic=False).store
-    tensors = transformers_model(new).state_dict()
+    tensors = transformers_model(new).state_dict() if source == "model" else load_file(new / "model.safetensors")
     found = resolve({name: tuple(tensor.shape) for name, tensor in tensors.items()}, got.specs)
     assert not found.faults and not found.must_equal
     stage = got.open(1)

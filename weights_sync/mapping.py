@@ -22,8 +22,12 @@ TIED = {
     "language_model.lm_head.weight": "language_model.model.embed_tokens.weight",
 }
 """Second names of tied heads."""
-BESIDE_TOWERS = (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
-"""How transformers 5 begins the names of such a language model, and how its checkpoints do."""
+BESIDE_TOWERS = (
+    ("model.language_model.", "language_model.model."),
+    ("lm_head.", "language_model.lm_head."),
+    ("language_model.model.blocks.", "language_model.model.layers."),
+)
+"""How transformers 5 begins the names of such a language model (the last: in files that it writes), and how its checkpoints do."""
 TOWERS = ("vision_tower.", "mm_projector.", "visual.")
 """Beside a language model; the engine has no use for them."""
 BLOCKS = (".mlp.", ".block_sparse_moe.")
