@@ -143,6 +143,7 @@ def plain_name(source: str, known: Any) -> str | None:
     while name not in known:
         swapped = [ours + name.removeprefix(theirs) for theirs, ours in BESIDE_TOWERS if name.startswith(theirs)]
         swapped += [_HYPER.sub(r".hc_\1_\2", each.replace(*BLOCKS).replace(".forget_gate.", ".")) for each in (name, *swapped)]
+        swapped.append(name.replace(*BLOCKS[::-1]))  # transformers writes a dense layer of Kimi-Linear like one with experts
         if found := next((each for each in swapped if each in known), None):
             return found
         wrapper = next((w for w in OUTER_WRAPPERS if name.startswith(w)), "")
