@@ -10,7 +10,7 @@ Shapes: T tokens, D inputs, N outputs, H heads, d head size, R rotated dimension
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,8 @@ from batchgen.moe import activation as plain
 from batchgen.moe.activation import Activation
 from batchgen.moe.expert_sum import ExpertSum
 from batchgen.moe.routing import Routing
+from batchgen.quant import packed
+from batchgen.quant.packed import Packed
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +114,19 @@ class Arithmetic:
             (y_TN,) = self.tokenwise(self._product, x_TD, weight_ND=weight_ND)
         return y_TN if bias_N is None else y_TN.add_(bias_N.to(y_TN.dtype))
 
+    def packed_linear(self, x_TD: Tensor, weights: Sequence[Tensor | Packed], bias_N: Tensor | None = None) -> Tensor:
+        """As `linear`, with matrices stacked by output, some or all of which stay packed."""
+        sizes = [weight.shape[0] for weight in weights]
+        y_TN = x_TD.new_empty(len(x_TD), sum(sizes))
+        for weight_ND, part_TN in zip(weights, torch.split(y_TN, sizes, dim=1), strict=True):
+            if self.cpu_kernels is not None:
+                self.cpu_kernels.packed_linear(x_TD, weight_ND, out_TN=part_TN)
+            elif isinstance(weight_ND, Packed):
+                part_TN.copy_(self.tokenwise(_packed_product, x_TD, weight_ND=weight_ND)[0])
+            else:
+                part_TN.copy_(self.linear(x_TD, weight_ND))
+        return y_TN if bias_N is None else y_TN.add_(bias_N.to(y_TN.dtype))
+
     def _product(self, x_TD: Tensor, weight_ND: Tensor) -> tuple[Tensor]:
         rows = max(1, SCRATCH_ELEMENTS // weight_ND.shape[1])
         if weight_ND.dtype == self.compute_dtype or weight_ND.shape[0] <= rows:
@@ -171,13 +186,14 @@ class Arithmetic:
         (weights,) = self.tokenwise(_sigmoid, x, silu=silu)
         return weights if y is None else weights * y
 
-    def check_invariance(self, weights: Iterable[Tensor]) -> None:
+    def check_invariance(self, weights: Iterable[Tensor | Packed]) -> None:
         """ModelError unless a row of a tile has the same product wherever in the tile it stands, for every shape among `weights`; a
         property of the matrix library and the processor that no specification promises."""
-        for weight_ND in {weight.shape: weight for weight in weights}.values():
+        for weight_ND in {(weight.shape, type(weight)): weight for weight in weights}.values():
             generator = torch.Generator().manual_seed(0)
             x_D = torch.randn(weight_ND.shape[1], generator=generator).to(self.device, self.compute_dtype)
-            y_TN = self.linear(x_D.expand(TILE_ROWS, -1).contiguous(), weight_ND)
+            x_TD = x_D.expand(TILE_ROWS, -1).contiguous()
+            y_TN = self.linear(x_TD, weight_ND) if isinstance(weight_ND, Tensor) else self.packed_linear(x_TD, [weight_ND])
             if not torch.equal(y_TN, y_TN[:1].expand_as(y_TN)):
                 raise ModelError(
                     f"products with a {list(weight_ND.shape)} matrix depend on the row on this device; load without deterministic=True"
@@ -199,6 +215,10 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor]:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return ((weight * wide if weight.dtype == torch.float32 else weight.to(x.dtype) * wide.to(x.dtype)).to(x.dtype),)
+
+
+def _packed_product(x_TD: Tensor, weight_ND: Packed) -> tuple[Tensor]:
+    return (packed.linear(x_TD, weight_ND),)
 
 
 def _gate(gate_up_TF: Tensor, activation: Activation) -> tuple[Tensor]:

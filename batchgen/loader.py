@@ -2,19 +2,48 @@
 Never builds a model.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from batchgen.errors import ModelError, WeightUpdateError
-from batchgen.weights import WeightFill, WeightTable, format_names
+from batchgen.quant.format import Parts
+from batchgen.quant.packed import Packed
+from batchgen.weights import FLOATS, WeightFill, WeightTable, format_names
 
 MAX_HEADER_BYTES = 100_000_000
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By the names of safetensors headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a shard's header says about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Checkpoint:
@@ -61,18 +90,21 @@ class Checkpoint:
             digest.update(_header(shard))
         return digest.hexdigest()
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor's shape, from the shards' headers alone. ModelError for a name that is in two shards, or that the index places in
-        another shard than the one that has it."""
+    @functools.cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        """Every tensor, from the shards' headers alone. ModelError for a name that is in two shards, or that the index places in another
+        shard than the one that has it."""
         shard_of: dict[str, str] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
+        stored: dict[str, StoredTensor] = {}
         for shard in self.shards:
             for name, entry in json.loads(_header(shard)).items():
                 if name == "__metadata__":
                     continue
                 if name in shard_of:
                     raise ModelError(f"{self.folder}: tensor {name} is in both {shard_of[name]} and {shard.name}; remove one")
-                shard_of[name], shapes[name] = shard.name, tuple(entry["shape"])
+                if entry["dtype"] not in DTYPES:
+                    raise ModelError(f"{shard}: {name} has dtype {entry['dtype']}; read: {', '.join(DTYPES)}")
+                shard_of[name], stored[name] = shard.name, StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]])
         misplaced = [name for name, file in self._weight_map.items() if shard_of.get(name) != file]
         if misplaced:
             name = misplaced[0]
@@ -80,7 +112,7 @@ class Checkpoint:
             raise ModelError(
                 f"{self.folder}/model.safetensors.index.json places {name} in {self._weight_map[name]}, but {where}; copy the folder again"
             )
-        return shapes
+        return stored
 
     def tensors(self, ignored: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, but those whose names start with `ignored`; at most one shard is open at a time."""
@@ -97,26 +129,70 @@ class Checkpoint:
 
 def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
     """Fill the model's parameters; tensors that the table ignores are left alone. ModelError, before any is filled, lists names that are
-    missing or that the model does not have, and names a tensor whose shape contradicts config.json."""
-    shapes = {table.own_name(name): shape for name, shape in checkpoint.shapes().items() if not name.startswith(table.ignored)}
-    unexpected = [name for name in shapes if name not in table.slots]
-    covered = {part.name for name in shapes if name in table.slots for part in table.slots[name].covers}
-    owners = {table.slots[name].alias_of for name in shapes if name in table.slots}
-    missing = [name for name in table.canonical if name not in shapes and name not in covered and name not in owners]
+    missing or that the model does not have, and names a tensor whose shape or type contradicts config.json."""
+    stored = {table.own_name(name): entry for name, entry in checkpoint.stored.items() if not name.startswith(table.ignored)}
+    _check_names(checkpoint, table, stored)
+    for name, entry in stored.items():
+        _check_tensor(f"{checkpoint.folder}: {name}", name, entry, table)
+    fill, parts = WeightFill(table, place=lambda view: view), _PartFill(table)
+    for name, tensor in checkpoint.tensors(table.ignored):
+        try:
+            (parts if table.own_name(name) in table.parts else fill).put(name, tensor)
+        except (WeightUpdateError, ModelError) as error:
+            raise ModelError(f"{checkpoint.folder}: {error}") from error
+
+
+def _check_names(checkpoint: Checkpoint, table: WeightTable, stored: dict[str, StoredTensor]) -> None:
+    plain = {name: slot for name, slot in table.slots.items() if slot.form is None}
+    unexpected = [name for name in stored if name not in table.parts and name not in plain]
+    present = [plain[name] for name in stored if name in plain]
+    known = {part.name for slot in present for part in slot.covers} | {slot.alias_of for slot in present} | stored.keys()
+    missing = [name for name in (*filter(plain.__contains__, table.canonical), *table.parts) if name not in known]
     if missing or unexpected:
         parts = [f"lacks {len(missing)} parameters: {format_names(missing)}"] if missing else []
         parts += [f"has {len(unexpected)} that the model does not: {format_names(unexpected)}"] if unexpected else []
         raise ModelError(f"{checkpoint.folder} does not fit its config.json: it {' and '.join(parts)}")
-    for name, shape in shapes.items():
-        wanted = table.slots[name].checkpoint_shape
-        if shape != wanted:
-            raise ModelError(f"{checkpoint.folder}: {name} has shape {list(shape)}, the model's is {list(wanted)}")
-    fill = WeightFill(table, place=lambda view: view)
-    for name, tensor in checkpoint.tensors(table.ignored):
-        try:
-            fill.put(name, tensor)
-        except WeightUpdateError as error:
-            raise ModelError(f"{checkpoint.folder}: {error}") from error
+
+
+def _check_tensor(where: str, name: str, entry: StoredTensor, table: WeightTable) -> None:
+    if name in table.parts:
+        slot, suffix = table.parts[name]
+        slot.part_specs()[suffix].check(where, entry.shape, entry.dtype)
+        return
+    wanted = table.slots[name].checkpoint_shape
+    if entry.shape != wanted:
+        raise ModelError(f"{where} has shape {list(entry.shape)}, the model's is {list(wanted)}")
+    if entry.dtype not in FLOATS:
+        raise ModelError(
+            f"{where} has dtype {entry.dtype}: quantised, but config.json has no quantization_config for it or its scales are not in the "
+            "files; copy the folder again"
+        )
+
+
+class _PartFill:
+    """Packed tensors, each part straight into its place; a matrix is checked, or also decoded for the model, with its last part."""
+
+    def __init__(self, table: WeightTable):
+        self._table = table
+        self._open: dict[str, tuple[Parts, set[str]]] = {}
+        """Storage of matrices that are not complete, and the suffixes that are still to come."""
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        slot, suffix = self._table.parts[self._table.own_name(name)]
+        form, view = slot.form, slot.view
+        assert form is not None
+        if slot.name not in self._open:
+            parts = view.parts if isinstance(view, Packed) else form.allocate(tuple(view.shape))
+            self._open[slot.name] = parts, set(form.suffixes)
+        parts, missing = self._open[slot.name]
+        parts[suffix].copy_(slot.arranged_part(slot.part_specs()[suffix].convert(tensor), parts[suffix].shape))
+        missing.remove(suffix)
+        if missing:
+            return
+        form.check(parts, slot.name)
+        if isinstance(view, Tensor):
+            view.copy_(form.decode(parts, view.dtype))
+        del self._open[slot.name]
 
 
 def _header(shard: Path) -> bytes:

@@ -12,8 +12,12 @@ from torch import Tensor
 
 from batchgen.errors import WeightUpdateError
 from batchgen.huge_pages import advise_huge_pages
+from batchgen.quant.format import Format, PartSpec
+from batchgen.quant.packed import Packed
 
 MAX_NAMES_SHOWN = 8
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types of tensors that need no scales beside them."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -21,7 +25,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
     shape: tuple[int, ...]
     dtype: str
-    """The engine's storage type; any floating type may be sent and is converted."""
+    """The engine's storage type, bfloat16 for what it keeps packed; any of `FLOATS` may be sent and is converted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ class Slot:
     """A name and the part of a parameter's storage that it fills."""
 
     name: str
-    view: Tensor
+    view: Tensor | Packed
     covers: list["Slot"] = field(default_factory=list)
     """For a stacked name, or another name of the same tensor: the checkpoint's own names, one per part."""
     alias_of: str | None = None
@@ -38,10 +42,42 @@ class Slot:
     """The tensor's shape in checkpoints, where it is not the view's; its values fill the view in row-major order."""
     offset: float = 0.0
     """Added to what is stored."""
+    inputs_first: bool = False
+    """The tensor is [..., inputs, outputs]; its packed parts are not."""
+    alternating: bool = False
+    """Outputs of two matrices alternate in the second dimension, in packed parts too; the view has the matrices one after the other."""
+    decoded: Format | None = None
+    """How checkpoints store what the engine does not keep packed."""
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
         return tuple(self.view.shape) if self.shape is None else self.shape
+
+    @property
+    def form(self) -> Format | None:
+        """How checkpoints store it, in parts; None: plainly."""
+        return self.view.form if isinstance(self.view, Packed) else self.decoded
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the view consists of."""
+        return tuple(self.view.parts.values()) if isinstance(self.view, Packed) else (self.view,)
+
+    def part_specs(self) -> dict[str, PartSpec]:
+        """Shapes and types of the parts in checkpoints, by suffix."""
+        assert self.form is not None
+        *stack, num_rows, depth = self.checkpoint_shape
+        return self.form.storage((*stack, depth, num_rows) if self.inputs_first else self.checkpoint_shape)
+
+    def arranged(self, tensor: Tensor) -> Tensor:
+        """A tensor of `checkpoint_shape` in the view's shape and order."""
+        return self.arranged_part(tensor.mT if self.inputs_first else tensor, self.view.shape)
+
+    def arranged_part(self, part: Tensor, shape: torch.Size) -> Tensor:
+        """A checkpoint's part in the shape and order of the view's part."""
+        if self.alternating:
+            part = part.reshape(len(part), -1, 2, *part.shape[2:]).transpose(1, 2)
+        return part.reshape(shape)
 
 
 def format_names(names: Iterable[str]) -> str:
@@ -59,21 +95,19 @@ class WeightTable:
         self.renamed, self.ignored = renamed, ignored
         self.slots = {slot.name: slot for slot in slots} | {part.name: part for slot in slots for part in slot.covers}
         self.canonical = [slot.name for slot in self.slots.values() if not slot.covers and slot.alias_of is None]
-        self.specs = {
-            name: TensorSpec(self.slots[name].checkpoint_shape, str(self.slots[name].view.dtype).removeprefix("torch."))
-            for name in self.canonical
-        }
+        self.specs = {name: _spec(self.slots[name]) for name in self.canonical}
+        quantised = [(slot, slot.form) for slot in map(self.slots.__getitem__, self.canonical) if slot.form is not None]
+        self.parts = {name: (slot, suffix) for slot, form in quantised for suffix, name in form.names(slot.name).items()}
+        """What checkpoints call the parts of quantised tensors: each one's slot, and the part's suffix."""
 
     def own_name(self, name: str) -> str:
         """What this model calls the tensor; the name itself where nothing else is known."""
-        if name in self.slots:
-            return name
-        own = (ours + name.removeprefix(theirs) for theirs, ours in self.renamed if name.startswith(theirs))
-        return next((each for each in own if each in self.slots), name)
+        own = (ours + name.removeprefix(theirs) for theirs, ours in (("", ""), *self.renamed) if name.startswith(theirs))
+        return next((each for each in own if each in self.slots or each in self.parts), name)
 
     def storages(self) -> list[Tensor]:
         """Each parameter's whole storage once, as a flat tensor."""
-        views = {slot.view.untyped_storage().data_ptr(): slot.view for slot in self.slots.values()}
+        views = {view.untyped_storage().data_ptr(): view for slot in self.slots.values() for view in slot.tensors}
         return [_flat(view) for view in views.values()]
 
 
@@ -96,14 +130,20 @@ class WeightFill:
             raise WeightUpdateError(f"the model has no parameter {name!r}; names are those of its Hugging Face checkpoint")
         if tuple(tensor.shape) != slot.checkpoint_shape:
             raise WeightUpdateError(f"{name} has shape {list(tensor.shape)}, the model's is {list(slot.checkpoint_shape)}")
-        if not tensor.is_floating_point():
-            raise WeightUpdateError(f"{name} has dtype {tensor.dtype}; send a floating-point tensor")
+        if tensor.dtype not in FLOATS:
+            raise WeightUpdateError(f"{name} has dtype {tensor.dtype}; send {format_names(map(str, FLOATS))}")
         covered = [part.name for part in slot.covers] or [slot.name]
         repeated = [each for each in covered if each in self._filled]
         if repeated:
             what = "was sent already" if repeated == [slot.name] else f"covers {format_names(repeated)}, sent already"
             raise WeightUpdateError(f"{name} {what}; send every parameter once per version")
-        target, tensor = self._place(slot.view), tensor.detach().reshape(slot.view.shape)
+        tensor = slot.arranged(tensor.detach())
+        if isinstance(slot.view, Packed):
+            parts = {suffix: self._place(part) for suffix, part in slot.view.parts.items()}
+            slot.view.form.encode(tensor, into=parts, name=name)
+            self._filled.update(covered)
+            return
+        target = self._place(slot.view)
         if slot.alias_of is not None:
             self._put_alias(slot.name, slot.alias_of, target, tensor)
             return
@@ -196,6 +236,11 @@ class WeightStore:
             raise WeightUpdateError(f"version {version} is not newer than the live version {self.version}; count upwards")
         self.stage = WeightStage(self, version)
         return self.stage
+
+
+def _spec(slot: Slot) -> TensorSpec:
+    dtype = torch.bfloat16 if isinstance(slot.view, Packed) else slot.view.dtype
+    return TensorSpec(slot.checkpoint_shape, str(dtype).removeprefix("torch."))
 
 
 def _flat(view: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def test_experts_equal_a_loop_over_tokens(products, deterministic, dtype, num_to
     generator = torch.Generator().manual_seed(num_tokens)
     arithmetic = Arithmetic(storage_dtype=dtype, device=CPU, deterministic=deterministic)
     experts = Experts(8, 24, 20, arithmetic)
-    experts.gate_up_EFD.normal_(generator=generator)
+    experts.gate_up_E2FD.normal_(generator=generator)
     experts.down_EDF.normal_(generator=generator)
     x_TD = torch.randn(num_tokens, 24, generator=generator).to(arithmetic.compute_dtype)
     ids_TK = torch.rand(num_tokens, 8, generator=generator).topk(2).indices
@@ -67,7 +67,7 @@ def test_experts_equal_a_loop_over_tokens(products, deterministic, dtype, num_to
     expected = torch.zeros(num_tokens, 24)
     for token in range(num_tokens):
         for expert, weight in zip(ids_TK[token].tolist(), weights_TK[token], strict=True):
-            gate, up = (experts.gate_up_EFD[expert].float() @ x_TD[token].float()).chunk(2)
+            gate, up = experts.gate_up_E2FD[expert].float() @ x_TD[token].float()
             expected[token] += weight * (experts.down_EDF[expert].float() @ (F.silu(gate) * up))
     padded = arithmetic.pad_rows(num_tokens) - num_tokens
     inputs = (F.pad(value, (0, 0, 0, padded)) for value in (x_TD, ids_TK, weights_TK))

@@ -85,10 +85,10 @@ def test_pushing_the_same_weights_twice_gives_identical_logits(folders):
 def test_parameters_keep_their_storage(folders):
     loaded = load(folders["old"])
     before = [storage.data_ptr() for storage in loaded.store.table.storages()]
-    head = loaded.model.head_VD
+    head = loaded.model.head.weight_ND
     push(loaded, checkpoint_tensors(folders["new"]), 1)
     assert [storage.data_ptr() for storage in loaded.store.table.storages()] == before
-    assert loaded.model.head_VD is head
+    assert loaded.model.head.weight_ND is head
     assert not head.requires_grad
 
 

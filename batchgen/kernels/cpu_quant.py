@@ -33,7 +33,7 @@ class PackedProducts:
         """As cpu.c takes it."""
         return ACTIVATIONS.index(activation.kind), activation.a, activation.b
 
-    def packed_linear(self, x_TD: Tensor, weight_ND: Packed, out_TN: Tensor | None = None) -> Tensor:
+    def packed_linear(self, x_TD: Tensor, weight_ND: Tensor | Packed, out_TN: Tensor | None = None) -> Tensor:
         """x @ weight.T, float32 [T, N], bit for bit as `linear` with the decoded weight. `out_TN`: where to put it, columns of a wider
         tensor if need be."""
         x_TD = x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()

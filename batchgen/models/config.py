@@ -219,9 +219,6 @@ def read_decoder(
     """
     reader.refuse("hidden_act", (hidden_act,))
     reader.refuse("use_sliding_window", (False,))
-    if reader.values.get("quantization_config") is not None:
-        method = dict(reader.values["quantization_config"]).get("quant_method")
-        raise ModelError(f"config.json: quantization_config asks for {method!r}; this family is read in float32, bfloat16 and float16")
     eos = ConfigReader(generation).get("eos_token_id", default=reader.get("eos_token_id", default=[]))
     fields: dict[str, Any] = {
         "vocab_size": reader.get("vocab_size"),

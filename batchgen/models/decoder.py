@@ -4,6 +4,7 @@ Shapes: T tokens, M wanted tokens, D model, K experts per token, L MoE layers, V
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ from batchgen.kv_cache import KVCache
 from batchgen.models.config import LayerConfig, ModelConfig
 from batchgen.models.feed_forward import MoeLayer
 from batchgen.models.pass_context import Pass, RotaryTables
-from batchgen.models.scope import RmsNorm, Scope
+from batchgen.models.scope import Linear, RmsNorm, Scope
 from batchgen.moe.expert_sum import ExpertSum
 from batchgen.packing import PackedBatch
+from batchgen.quant.packed import Packed
+from batchgen.quant.read import Quantization
 from batchgen.weights import Slot
 
 
@@ -53,10 +56,11 @@ class DecoderLayer:
 class Decoder:
     """Parameters are plain tensors whose storage never changes."""
 
-    def __init__(self, config: ModelConfig, arithmetic: Arithmetic):
+    def __init__(self, config: ModelConfig, arithmetic: Arithmetic, quantization: Quantization | None = None):
         self.config = config
         self.arithmetic = arithmetic
-        root = Scope(arithmetic=arithmetic, hidden_size=config.hidden_size, rms_norm_eps=config.rms_norm_eps)
+        sizes: dict[str, Any] = {"hidden_size": config.hidden_size, "rms_norm_eps": config.rms_norm_eps}
+        root = Scope(arithmetic=arithmetic, quantization=quantization, **sizes)
         scope = root / config.prefix
         embedding = f"{config.prefix}.embed_tokens.weight"
         self.embedding_VD = root.parameter(embedding, config.vocab_size, config.hidden_size)
@@ -69,19 +73,21 @@ class Decoder:
             store, state = store + len(layer.mixer.pages), state + len(layer.mixer.states)
         self.residuals = None if config.residuals is None else config.residuals.build(scope, config.num_layers)
         self.norm = RmsNorm(scope, "norm", config.hidden_size, offset=config.norm_offset)
-        tied = config.tie_word_embeddings
-        self.head_VD = self.embedding_VD if tied else root.tensor(config.vocab_size, config.hidden_size)
-        root.register(f"{config.head}.weight", self.head_VD, alias_of=embedding if tied else None)
+        tied = (embedding, self.embedding_VD) if config.tie_word_embeddings else None
+        self.head = Linear(root, config.hidden_size, {config.head: config.vocab_size}, tied=tied)
         self.slots: list[Slot] = root.slots
         """Every parameter under its Hugging Face name."""
-        self.matrices: list[Tensor] = [*root.matrices, self.head_VD]
+        self.matrices = root.matrices
         """Right operands of all products."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass over decode rows asks nothing of the host: on a GPU, with kernels for attention and experts."""
+        """Whether a pass over decode rows asks nothing of the host: on a GPU, with kernels for attention and experts, and no
+        packed weights, which plain torch decodes."""
         kernels = self.arithmetic.kernels
         if self.arithmetic.device.type != "cuda" or kernels is None or isinstance(self.attention, ReferenceAttention):
+            return False
+        if any(isinstance(weight, Packed) for weight in self.matrices):
             return False
         experts = [layer.feed_forward.experts for layer in self.layers if isinstance(layer.feed_forward, MoeLayer)]
         return all(kernels.takes_experts(each.activation, each.biases is not None) for each in experts)
@@ -120,4 +126,4 @@ class Decoder:
         """Logits of the wanted tokens in the compute type."""
         num_wanted = logit_index_M.numel()
         x_MD = hidden_TD[F.pad(logit_index_M, (0, self.arithmetic.pad_rows(num_wanted) - num_wanted))]
-        return self.arithmetic.linear(x_MD, self.head_VD)[:num_wanted]
+        return self.head(x_MD)[:num_wanted]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from batchgen.errors import ModelError
 from batchgen.models.config import ConfigReader, FeedForwardSpec, check_sizes
 from batchgen.models.scope import Linear, RmsNorm, Scope
 from batchgen.moe.activation import SILU, Activation
@@ -16,6 +17,8 @@ from batchgen.moe.expert_sum import ExpertSum
 from batchgen.moe.experts import Experts
 from batchgen.moe.router import route
 from batchgen.moe.routing import Routing
+from batchgen.quant.format import Format
+from batchgen.quant.mxfp4 import Mxfp4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,8 +157,10 @@ class MoeLayer:
         self.router_bias_E = scope.parameter(f"{names.router}.bias", spec.num_experts) if spec.biased else None
         _register_router(layer, names, self.router_ED, self.correction_E)
         size = spec.latent_size or hidden
-        self.experts = Experts(spec.num_experts, size, spec.moe_intermediate_size, self.arithmetic, spec.activation, spec.biased)
-        scope.matrices.extend([self.experts.gate_up_EFD[0], self.experts.down_EDF[0]])
+        sizes = (spec.num_experts, size, spec.moe_intermediate_size)
+        form = (_format_inputs_first if spec.biased else _format_of_experts)(scope / "experts", names, *sizes)
+        self.experts = Experts(*sizes, self.arithmetic, spec.activation, spec.biased, form)
+        scope.matrices.extend(self.experts.matrices)
         if self.experts.biases is None:
             _register_experts(layer, names, self.experts)
         else:
@@ -204,23 +209,41 @@ def _register_router(layer: Scope, names: MoeNames, router_ED: Tensor, correctio
             layer.also(common, name)
 
 
+def _format_of_experts(scope: Scope, names: MoeNames, num_experts: int, size: int, width: int) -> Format | None:
+    """The first expert's, which is all experts'."""
+    shapes = {names.gate: (width, size), names.up: (width, size), names.down: (size, width)}
+    return _one_format(scope, {f"0.{name}.weight": shape for name, shape in shapes.items()})
+
+
+def _format_inputs_first(scope: Scope, names: MoeNames, num_experts: int, size: int, width: int) -> Format | None:
+    form = _one_format(scope, {"gate_up_proj": (num_experts, 2 * width, size), "down_proj": (num_experts, size, width)})
+    if form is not None and not isinstance(form, Mxfp4):
+        raise ModelError(f"{scope.full('gate_up_proj')}: experts with biases are read plainly and in MXFP4, got {form}")
+    return form
+
+
+def _one_format(scope: Scope, shapes: dict[str, tuple[int, ...]]) -> Format | None:
+    forms = {scope.full(name): scope.format_of(name, *shape) for name, shape in shapes.items()}
+    if len(set(forms.values())) > 1:
+        raise ModelError(f"config.json: quantization_config: experts of a layer have one format, got {forms}")
+    return next(iter(forms.values()))
+
+
 def _register_experts(layer: Scope, names: MoeNames, experts: Experts) -> None:
     """One by one as checkpoints have them, and stacked as transformers holds them."""
-    gate_EFD, up_EFD = experts.gate_up_EFD.chunk(2, dim=1)
-    scope = layer / names.block / "experts"
-
-    def one_by_one(parts: dict[str, Tensor]) -> list[object]:
-        return [scope.slot(f"{e}.{name}.weight", part[e]) for e in range(experts.num_experts) for name, part in parts.items()]
-
-    layer.register("mlp.experts.gate_up_proj", experts.gate_up_EFD, covers=one_by_one({names.gate: gate_EFD, names.up: up_EFD}))
-    layer.register("mlp.experts.down_proj", experts.down_EDF, covers=one_by_one({names.down: experts.down_EDF}))
+    gate_up, down, scope = experts.gate_up_E2FD, experts.down_EDF, layer / names.block / "experts"
+    num_experts, _, width, depth = gate_up.shape
+    firsts = [scope.slot(f"{e}.{name}.weight", gate_up[e][i]) for e in range(num_experts) for i, name in enumerate((names.gate, names.up))]
+    lasts = [scope.slot(f"{e}.{names.down}.weight", down[e]) for e in range(num_experts)]
+    layer.register("mlp.experts.gate_up_proj", gate_up, shape=(num_experts, 2 * width, depth), covers=firsts)
+    layer.register("mlp.experts.down_proj", down, covers=lasts)
 
 
 def _register_inputs_first(scope: Scope, experts: Experts, biases: tuple[Tensor, Tensor]) -> None:
     """Stacked [E, D, 2F] and [E, F, D], gate and up of each output side by side."""
-    num_experts, double, depth = experts.gate_up_EFD.shape
-    pairs_EDF2 = experts.gate_up_EFD.view(num_experts, 2, -1, depth).permute(0, 3, 2, 1)
-    scope.register("gate_up_proj", pairs_EDF2, shape=(num_experts, depth, double))
-    scope.register("gate_up_proj_bias", biases[0].view(num_experts, 2, -1).transpose(1, 2), shape=(num_experts, double))
-    scope.register("down_proj", experts.down_EDF.transpose(1, 2))
+    num_experts, _, width, depth = experts.gate_up_E2FD.shape
+    shape = (num_experts, depth, 2 * width)
+    scope.register("gate_up_proj", experts.gate_up_E2FD, shape=shape, inputs_first=True, alternating=True)
+    scope.register("gate_up_proj_bias", biases[0].view(num_experts, 2, width), shape=(num_experts, 2 * width), alternating=True)
+    scope.register("down_proj", experts.down_EDF, shape=(num_experts, width, depth), inputs_first=True)
     scope.register("down_proj_bias", biases[1])

@@ -97,11 +97,10 @@ class GroupedQueryAttention:
         self.arithmetic, self.eps = scope.arithmetic, scope.rms_norm_eps
         num_heads, num_kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.sizes = [num_heads * d, num_kv_heads * d, num_kv_heads * d]
+        outputs = {f"{name}_proj": size for name, size in zip("qkv", self.sizes, strict=True)}
         if spec.gated:
-            self.projection = _gated_projection(scope, num_heads, self.sizes)
-        else:
-            outputs = {f"{name}_proj": size for name, size in zip("qkv", self.sizes, strict=True)}
-            self.projection = Linear(scope, scope.hidden_size, outputs, spec.qkv_bias)
+            outputs["q_proj"] *= 2
+        self.projection = Linear(scope, scope.hidden_size, outputs, spec.qkv_bias)
         self.norms: tuple[RmsNorm, RmsNorm] | None = None
         if spec.qk_norm != "none":
             heads = (num_heads, num_kv_heads) if spec.qk_norm == "projection" else (1, 1)
@@ -114,7 +113,8 @@ class GroupedQueryAttention:
         """[T, D]; writes the tokens' keys and values."""
         spec, qkv_TX, gate_TX = self.spec, self.projection(x_TD), None
         if spec.gated:
-            q_TX, gate_TX, kv_TX = torch.split(qkv_TX, [self.sizes[0], self.sizes[0], 2 * self.sizes[1]], dim=1)
+            both_TX, kv_TX = torch.split(qkv_TX, [2 * self.sizes[0], 2 * self.sizes[1]], dim=1)
+            q_TX, gate_TX = (part.reshape(len(x_TD), -1) for part in both_TX.reshape(len(x_TD), spec.num_heads, 2, -1).unbind(2))
             qkv_TX = torch.cat((q_TX, kv_TX), dim=1)
         q_THGd = self._place_heads(self._norm_projection(qkv_TX), run).view(len(x_TD), spec.num_kv_heads, -1, spec.head_dim)
         scale = spec.head_dim**-0.5
@@ -142,14 +142,3 @@ class GroupedQueryAttention:
         k_THd = self.arithmetic.rotate(k_THd, rotary_T2R)
         store.write(head_slots_N, k_THd[: run.num_tokens], v_THd[: run.num_tokens])
         return self.arithmetic.rotate(q_THd, rotary_T2R)
-
-
-def _gated_projection(scope: Scope, num_heads: int, sizes: list[int]) -> Linear:
-    """Queries, gates, keys, values. Checkpoints hold each head's query rows and gate rows together."""
-    projection = Linear(scope, scope.hidden_size, {"q": sizes[0], "gate": sizes[0], "k": sizes[1], "v": sizes[2]}, named=False)
-    both_XD, k_XD, v_XD = torch.split(projection.weight_ND, [2 * sizes[0], sizes[1], sizes[2]])
-    by_head = both_XD.view(2, num_heads, -1, scope.hidden_size).transpose(0, 1)
-    scope.register("q_proj.weight", by_head, shape=(2 * sizes[0], scope.hidden_size))
-    scope.register("k_proj.weight", k_XD)
-    scope.register("v_proj.weight", v_XD)
-    return projection

@@ -72,7 +72,7 @@ class Indexer:
         self.queries = Linear(scope, query_rank, {"wq_b": spec.num_heads * spec.head_dim})
         self.keys = Linear(scope, scope.hidden_size, {"wk": spec.head_dim})
         self.norm_d, self.norm_bias_d = (scope.parameter(f"k_norm.{name}", spec.head_dim) for name in ("weight", "bias"))
-        self.weights = Linear(scope, scope.hidden_size, {"weights_proj": spec.num_heads})
+        self.weights = Linear(scope, scope.hidden_size, {"weights_proj": spec.num_heads}, unpacked=True)
         self.gate = self.gate_bias_Pd = None
         if spec.pool > 1:
             self.gate = scope.parameter("index_kpool_compress_gate", spec.head_dim, scope.hidden_size)

@@ -108,8 +108,9 @@ class LatentAttention:
         self.q_norm = None if spec.q_rank is None else RmsNorm(scope, "q_a_layernorm", spec.q_rank, spec.norm_eps)
         self.second_queries = None if spec.q_rank is None else Linear(scope, spec.q_rank, {"q_b_proj": width})
         self.kv_norm = RmsNorm(scope, "kv_a_layernorm", spec.kv_rank, spec.norm_eps)
-        heads_NXr = Linear(scope, spec.kv_rank, {"kv_b_proj": spec.num_heads * (spec.nope_dim + spec.value_dim)}).weight_ND
-        heads_NXr = heads_NXr.view(spec.num_heads, -1, spec.kv_rank)
+        width = spec.num_heads * (spec.nope_dim + spec.value_dim)
+        # decoded when loaded: keys are multiplied by its transpose, across the blocks that share a scale
+        heads_NXr = Linear(scope, spec.kv_rank, {"kv_b_proj": width}, unpacked=True).weight_ND.view(spec.num_heads, -1, spec.kv_rank)
         self.key_Nnr, self.value_Nvr = torch.split(heads_NXr, [spec.nope_dim, spec.value_dim], dim=1)
         self.gate = Linear(scope, scope.hidden_size, {"g_proj": spec.num_heads * spec.value_dim}) if spec.gated else None
         self.output = Linear(scope, spec.num_heads * spec.value_dim, {"o_proj": scope.hidden_size}, spec.bias)

@@ -29,6 +29,7 @@ from batchgen.models import (
 )
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import Decoder
+from batchgen.quant.read import read_quantization
 from batchgen.weights import WeightStore, WeightTable
 
 
@@ -101,7 +102,8 @@ def load_model(folder: str, dtype: str, device: str | torch.device, deterministi
     config = read_model_config(checkpoint)
     storage_dtype = choose_dtype(dtype, config, device)
     arithmetic = Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
-    model = Decoder(config, arithmetic)
+    quantization = read_quantization(checkpoint.config, str(checkpoint.folder / "config.json"), stored=checkpoint.stored)
+    model = Decoder(config, arithmetic, quantization)
     renamed = getattr(FAMILIES[config.architecture], "RENAMED", ())
     store = WeightStore(WeightTable(model.slots, renamed, config.ignored))
     load_weights(checkpoint, store.table)

@@ -2,6 +2,7 @@
 Never computes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor
 
 from batchgen.arithmetic import Arithmetic
+from batchgen.errors import ModelError
 from batchgen.huge_pages import empty_huge
+from batchgen.quant.format import Format
+from batchgen.quant.packed import Packed
+from batchgen.quant.read import Quantization
 from batchgen.weights import Slot
 
 
@@ -20,10 +25,11 @@ class Scope:
     arithmetic: Arithmetic
     hidden_size: int
     rms_norm_eps: float
+    quantization: Quantization | None = None
     prefix: str = ""
     slots: list[Slot] = field(default_factory=list)
     """Every parameter of the model under its Hugging Face names, in the order of construction."""
-    matrices: list[Tensor] = field(default_factory=list)
+    matrices: list[Tensor | Packed] = field(default_factory=list)
     """Right operands of the model's products, one expert for all."""
 
     def __truediv__(self, name: str) -> "Scope":
@@ -34,11 +40,27 @@ class Scope:
         """Storage of a parameter, kept for the life of the model; in the model's storage type."""
         return empty_huge(shape, dtype or self.arithmetic.storage_dtype, self.arithmetic.device)
 
-    def slot(self, name: str, view: Tensor, **options: Any) -> Slot:
-        """A name in this scope; `register` makes it known."""
-        return Slot(f"{self.prefix}.{name}" if self.prefix else name, view, **options)
+    def format_of(self, name: str, *shape: int) -> Format | None:
+        """How the checkpoint has a right operand of products with this name and shape; None: plainly. ModelError if it cannot be."""
+        if self.quantization is None:
+            return None
+        form = self.quantization.format_of(self.full(name))
+        try:
+            if form is not None:
+                form.storage(shape)
+        except ModelError as error:
+            raise ModelError(f"{self.quantization.where} asks for {self.full(name)}: {error}") from error
+        return form
 
-    def register(self, name: str, view: Tensor, **options: Any) -> None:
+    def full(self, name: str) -> str:
+        """A name in this scope as checkpoints have it."""
+        return f"{self.prefix}.{name}" if self.prefix else name
+
+    def slot(self, name: str, view: Tensor | Packed, **options: Any) -> Slot:
+        """A name in this scope; `register` makes it known."""
+        return Slot(self.full(name), view, **options)
+
+    def register(self, name: str, view: Tensor | Packed, **options: Any) -> None:
         """Let checkpoints and trainers fill `view` under this name."""
         self.slots.append(self.slot(name, view, **options))
 
@@ -56,26 +78,53 @@ class Scope:
 
 
 class Linear:
-    """A product with one or several matrices of a checkpoint, stacked by output."""
+    """A product with one or several matrices of a checkpoint, stacked by output; packed in memory if they are in the checkpoint."""
 
-    def __init__(self, scope: Scope, num_inputs: int, outputs: dict[str, int], bias: bool = False, named: bool = True):
-        """`named`: the matrices are registered under the names of their outputs."""
-        self._arithmetic = scope.arithmetic
+    def __init__(
+        self,
+        scope: Scope,
+        num_inputs: int,
+        outputs: dict[str, int],
+        bias: bool = False,
+        unpacked: bool = False,
+        tied: tuple[str, Tensor] | None = None,
+    ):
+        """`outputs`: names of the matrices, and their sizes. `unpacked`: quantised matrices are decoded when they are loaded. `tied`: name
+        and storage of the parameter that the one matrix is."""
+        arithmetic = scope.arithmetic
         self.sizes = list(outputs.values())
-        self.weight_ND = scope.tensor(sum(self.sizes), num_inputs)
+        self._product: Callable[[Tensor, Any, Tensor | None], Tensor] = arithmetic.linear
+        self._weight: Tensor | list[Tensor | Packed]
+        views: list[Tensor | Packed]
+        names = [f"{name}.weight" for name in outputs]
+        forms = [None if tied else scope.format_of(name, size, num_inputs) for name, size in zip(names, self.sizes, strict=True)]
+        if any(forms) and not unpacked:
+            self._product = arithmetic.packed_linear
+            self._weight = views = [
+                scope.tensor(size, num_inputs) if form is None else Packed(form, form.allocate((size, num_inputs), arithmetic.device))
+                for form, size in zip(forms, self.sizes, strict=True)
+            ]
+            forms = [None] * len(forms)
+        else:
+            self._weight = weight_ND = scope.tensor(sum(self.sizes), num_inputs) if tied is None else tied[1]
+            views = list(torch.split(weight_ND, self.sizes))
         self.bias_N = scope.tensor(sum(self.sizes)) if bias else None
-        scope.matrices.append(self.weight_ND)
-        if not named:
-            return
-        for name, part in zip(outputs, torch.split(self.weight_ND, self.sizes), strict=True):
-            scope.register(f"{name}.weight", part)
+        scope.matrices.extend(self._weight if isinstance(self._weight, list) else [self._weight])
+        for name, view, form in zip(names, views, forms, strict=True):
+            scope.register(name, view, decoded=form, alias_of=tied[0] if tied else None)
         if self.bias_N is not None:
             for name, part in zip(outputs, torch.split(self.bias_N, self.sizes), strict=True):
                 scope.register(f"{name}.bias", part)
 
+    @property
+    def weight_ND(self) -> Tensor:
+        """Of a plain or `unpacked` one."""
+        assert isinstance(self._weight, Tensor)
+        return self._weight
+
     def __call__(self, x_TD: Tensor) -> Tensor:
         """All outputs side by side."""
-        return self._arithmetic.linear(x_TD, self.weight_ND, self.bias_N)
+        return self._product(x_TD, self._weight, self.bias_N)
 
 
 class RmsNorm:

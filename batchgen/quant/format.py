@@ -145,7 +145,7 @@ class Format(ABC):
             parts[suffix].copy_(self._constant(tuple(weight.shape)))
         for matrix, source in self._matrices(parts, weight.detach()):
             for first, end in self._chunks(tuple(weight.shape)):
-                rows_RD = source[first:end].float()
+                rows_RD = source[first:end].float().contiguous()
                 if not rows_RD.abs().amax() <= LARGEST:  # not even if one is NaN
                     raise WeightUpdateError(f"{name} has values that are not finite or beyond 2^126; the trainer's weights are broken")
                 self._encode(rows_RD, self.rows(matrix, first, end))

@@ -28,6 +28,10 @@ class Packed:
         """Rows of a matrix, where they lie; `first` is a multiple of the format's `row_block`."""
         return Packed(self.form, self.form.rows(self.parts, first, end))
 
+    def swapped(self) -> "Packed":
+        """A stack of stacks with the two numbers of each matrix in the other order, where it lies."""
+        return Packed(self.form, {suffix: part.transpose(0, 1) for suffix, part in self.parts.items()})
+
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values."""
         return self.form.decode(self.parts, dtype)
