@@ -44,6 +44,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    file: str
 
 
 class Checkpoint:
@@ -94,21 +95,20 @@ class Checkpoint:
     def stored(self) -> dict[str, StoredTensor]:
         """Every tensor, from the shards' headers alone. ModelError for a name that is in two shards, or that the index places in another
         shard than the one that has it."""
-        shard_of: dict[str, str] = {}
         stored: dict[str, StoredTensor] = {}
         for shard in self.shards:
             for name, entry in json.loads(_header(shard)).items():
                 if name == "__metadata__":
                     continue
-                if name in shard_of:
-                    raise ModelError(f"{self.folder}: tensor {name} is in both {shard_of[name]} and {shard.name}; remove one")
+                if name in stored:
+                    raise ModelError(f"{self.folder}: tensor {name} is in both {stored[name].file} and {shard.name}; remove one")
                 if entry["dtype"] not in DTYPES:
                     raise ModelError(f"{shard}: {name} has dtype {entry['dtype']}; read: {', '.join(DTYPES)}")
-                shard_of[name], stored[name] = shard.name, StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]])
-        misplaced = [name for name, file in self._weight_map.items() if shard_of.get(name) != file]
+                stored[name] = StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], shard.name)
+        misplaced = [name for name, file in self._weight_map.items() if name not in stored or stored[name].file != file]
         if misplaced:
             name = misplaced[0]
-            where = f"{shard_of[name]} has it" if name in shard_of else "no shard has it"
+            where = f"{stored[name].file} has it" if name in stored else "no shard has it"
             raise ModelError(
                 f"{self.folder}/model.safetensors.index.json places {name} in {self._weight_map[name]}, but {where}; copy the folder again"
             )
@@ -133,7 +133,7 @@ def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
     stored = {table.own_name(name): entry for name, entry in checkpoint.stored.items() if not name.startswith(table.ignored)}
     _check_names(checkpoint, table, stored)
     for name, entry in stored.items():
-        _check_tensor(f"{checkpoint.folder}: {name}", name, entry, table)
+        _check_tensor(f"{checkpoint.folder / entry.file}: {name}", name, entry, table)
     fill, parts = WeightFill(table, place=lambda view: view), _PartFill(table)
     for name, tensor in checkpoint.tensors(table.ignored):
         try:
@@ -164,8 +164,8 @@ def _check_tensor(where: str, name: str, entry: StoredTensor, table: WeightTable
         raise ModelError(f"{where} has shape {list(entry.shape)}, the model's is {list(wanted)}")
     if entry.dtype not in FLOATS:
         raise ModelError(
-            f"{where} has dtype {entry.dtype}: quantised, but config.json has no quantization_config for it or its scales are not in the "
-            "files; copy the folder again"
+            f"{where} has dtype {entry.dtype} without scales that go with it, or config.json has no quantization_config that says how to "
+            "read it; copy the folder again"
         )
 
 
