@@ -86,7 +86,7 @@ class Mxfp4(Format):
         return (grouped * _power_of_two(scales.int() - SCALE_BIAS).unsqueeze(-1)).flatten(-2)
 
     def _broken(self, parts: Parts) -> str | None:
-        return "a group's scale is NaN or over 2^125" if (parts[self.suffixes[1]] > MOST_SCALE).any() else None
+        return "a group's scale is NaN or over 2^125" if parts[self.suffixes[1]].amax() > MOST_SCALE else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
