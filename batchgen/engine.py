@@ -46,7 +46,7 @@ class Engine:
         loaded, self.tokenizer, self.memory, self.facts = assemble(config)
         memory = self.memory
         kv = KVCache(loaded.config.cache_layout, memory.num_pages, config.page_size, loaded.dtype, config.device, memory.num_states)
-        self.weights = loaded.store
+        self.model, self.weights = loaded.model, loaded.store
         self.residency = Residency(kv)
         self.pool = self.residency.pool
         self.runtime = Runtime()

@@ -108,7 +108,7 @@ class KVCache:
         self.num_pages = self.spare_page = num_pages
         self.num_states = self.spare_state = num_states
         self.page_size = page_size
-        self.device = torch.device(device)
+        self.dtype, self.device = dtype, torch.device(device)
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
         """What is multiplied by probabilities."""

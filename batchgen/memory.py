@@ -32,10 +32,11 @@ class MemoryPlan:
         rows = [
             ("weights", f"{self.weights_bytes / GB:.3f} GB"),
             ("KV pages", f"{self.kv_bytes / GB:.3f} GB = {self.num_pages} pages of {self.page_size} = {tokens} tokens"),
-            ("states", f"{self.state_bytes / GB:.3f} GB = {self.num_states} sequences"),
             ("logits", f"{self.logits_bytes / GB:.3f} GB"),
             ("longest sequence", f"{self.max_model_len} tokens"),
         ]
+        if self.num_states:
+            rows.insert(2, ("states", f"{self.state_bytes / GB:.3f} GB = {self.num_states} sequences"))
         return "\n".join(f"{name:17}{value}" for name, value in rows)
 
 

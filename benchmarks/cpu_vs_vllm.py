@@ -25,7 +25,9 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from workloads import MODELS, SHAPES, workload, write_model
+from workloads import MODELS, write_model
+
+from rollout.bench.workloads import SHAPES, workload
 
 Batch = tuple[list[list[int]], list[int]]
 Taken = tuple[float, float]

@@ -14,9 +14,10 @@ import threading
 from pathlib import Path
 
 import psutil
-from workloads import workload, write_model
+from workloads import write_model
 
 from batchgen import LLM, SamplingParams
+from rollout.bench.workloads import workload
 
 SAMPLE_EVERY_S = 0.005
 

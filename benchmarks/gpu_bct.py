@@ -16,10 +16,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from workloads import MODELS, workload
+from workloads import MODELS
 
 from batchgen import LLM, SamplingParams
 from batchgen.models import registry
+from rollout.bench.cli import timed
+from rollout.bench.workloads import workload
 
 PEER_S = {
     "qwen3-30b-a3b": {"uniform": 35.6, "longtail": 51.8, "group": 13.1, "prefill": 4.07},
@@ -61,17 +63,6 @@ def load(name: str, **options: Any) -> LLM:
     (folder / "config.json").write_text(json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"}))
     with mock.patch.object(registry, "Checkpoint", RandomCheckpoint), mock.patch.object(registry, "load_weights", fill_randomly):
         return LLM(str(folder), device="cuda", dtype="bfloat16", **options)
-
-
-def timed(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Seconds from handing over the batch to having all of it."""
-    llm.engine.pool.drop_cache()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    groups = llm.generate(prompts, [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths])
-    seconds = time.perf_counter() - start
-    assert [len(group.samples[0].token_ids) for group in groups] == lengths
-    return seconds
 
 
 def breakdown(llm: LLM, prompts: list[list[int]]) -> str:

@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 
 from serving import serving
-from workloads import MODELS, SHAPES, workload, write_model
+from workloads import MODELS, write_model
 
 from batchgen import LLM, Group, SamplingParams
 from rollout import RolloutClient
+from rollout.bench.workloads import SHAPES, workload
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cpu_vs_vllm import BatchGen, Peer, Taken, Transformers, Vllm, cpu_name, measure
-from workloads import SHAPES
+
+from rollout.bench.workloads import SHAPES
 
 MODELS = ("dense", "moe")
 DTYPES = ("float32", "bfloat16")

@@ -1,11 +1,6 @@
-"""The work that engines are timed on. In: a name. Out: prompts (token ids), output lengths, a model folder. Torch only to write a model.
-
-Definitions follow the project's shared benchmark notes (`bench/workloads.py` there), so that figures can be compared: random weights,
-EOS ignored, lengths forced, temperature 1, the logprob of every sampled token returned. The work is then the same for every engine.
-"""
+"""Models of real size with random weights, for `rollout.bench.workloads`. In: a name. Out: a model folder. Torch only to write one."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -83,34 +78,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """Architecture keys as in Hugging Face config.json."""
-
-SHAPES = {
-    "cpu": (64, 64, 128),
-    "short": (32, 64, 64),
-    "service": (1024, 64, 32),
-    "uniform": (1024, 256, 512),
-    "prefill": (128, 2048, 1),
-}
-"""Workload → sequences, prompt tokens, output tokens; `longtail` and `group` are made in `workload`."""
-NAMES = (*SHAPES, "longtail", "group")
-
-
-def workload(name: str, vocab_size: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
-    """Prompts and the exact number of tokens to generate for each; ids keep clear of both ends of the vocabulary."""
-    rng = random.Random(seed)
-    margin = min(1000, vocab_size // 8)
-
-    def prompt(length: int) -> list[int]:
-        return [rng.randrange(margin, vocab_size - margin) for _ in range(length)]
-
-    if name == "longtail":
-        return [prompt(256) for _ in range(1024)], [min(3500, max(16, int(rng.lognormvariate(5.3, 0.9)))) for _ in range(1024)]
-    if name == "group":
-        return [each for each in [prompt(512) for _ in range(64)] for _ in range(16)], [256] * 1024
-    if name not in SHAPES:
-        raise ValueError(f"no workload {name!r}; there are {', '.join(NAMES)}")
-    num_sequences, num_prompt, num_output = SHAPES[name]
-    return [prompt(num_prompt) for _ in range(num_sequences)], [num_output] * num_sequences
 
 
 def write_model(name: str, dtype: str, folder: Path) -> Path:

@@ -206,6 +206,7 @@ def _register(name: str, home: str, function: str, summary: str) -> None:
 
 
 _register("run", "rollout.jobs.cli", "run_command", "Run a file of prompts through the model, with resume.")
+_register("bench", "rollout.bench.cli", "bench_command", "Time batches of known shape, beside the least they can take.")
 _register("demo", "rollout.demo.cli", "demo_command", "Watch the bundled model learn a task through this service, in minutes.")
 
 
