@@ -19,16 +19,16 @@ def make(folder: Path, **options: Any) -> LLM:
     return LLM(folder, **{"dtype": "float32", "kv_gb": 0.01, "num_threads": 1, **options})
 
 
-def assert_results_do_not_depend_on(options: dict[str, int], folder: Path) -> None:
+def assert_results_do_not_depend_on(options: dict[str, int], folder: Path, device: str = "cpu") -> None:
     """Samples of an engine with these options are bit for bit those of one that has room for all at once."""
     params = SamplingParams(n=2, max_tokens=40, seed=5, ignore_eos=True)
-    llm = make(folder, deterministic=True)
+    llm = make(folder, device=device, deterministic=True)
     whole = llm.generate(PROMPTS, params)
     settings: dict[str, Any] = dict(options)
     if num_pages := settings.pop("pages", None):
         page_bytes = llm.engine.memory.kv_bytes // llm.engine.memory.num_pages * settings["page_size"] // llm.engine.memory.page_size
         settings["kv_gb"] = num_pages * page_bytes / 1e9
-    llm = make(folder, deterministic=True, **settings)
+    llm = make(folder, device=device, deterministic=True, **settings)
     cut = llm.generate(PROMPTS[::-1], params)[::-1]
     if num_pages:
         assert llm.engine.stats().preemptions > 0
