@@ -13,7 +13,7 @@ class EngineConfig:
     model: str
     """Folder with config.json, *.safetensors and tokenizer files in Hugging Face layout."""
     dtype: Dtype = "auto"
-    """Type of weights, activations and KV. `auto`: the checkpoint's, or float32 where the CPU has no bfloat16 instructions."""
+    """Type of KV and of weights that are not quantised. `auto`: the checkpoint's; on a CPU float32, unless the checkpoint is quantised."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     device_memory_gb: float | None = None

@@ -2,15 +2,19 @@
 
 import json
 import random
+import re
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kimi_k3_reference
 import pytest
 import torch
 from quantised_models import KINDS, Tensors, checkpoints, quantise, write
 from safetensors.torch import load_file
-from tiny_models import Runner
+from tiny_models import Runner, tiny_model
 from transformers import AutoModelForCausalLM
 
 from batchgen import LLM, SamplingParams
@@ -231,3 +235,41 @@ def test_a_matrix_that_is_stored_plainly_may_stand_beside_packed_ones(tmp_path):
     write(packed, tensors)
     for got, want in zip(logits(load(packed)).values(), logits(load(plain)).values(), strict=True):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+def test_kimi_k25_under_the_hubs_names_with_its_quantisation_in_the_text_config(tmp_path):
+    kind = replace(KINDS["kimi_int4"], family="kimi_k25")
+    source = tiny_model("kimi_k25", tmp_path / "source", **kind.sizes)
+    tensors = load_file(source / "model.safetensors")
+    hub = {name.replace("model.blocks.", "model.layers.").removeprefix("model."): tensor for name, tensor in tensors.items()}
+    stored, decoded = quantise(kind, hub)
+    text = json.loads((source / "config.json").read_text())["text_config"]
+    for folder, values, quantization in (("packed", stored, {"quantization_config": kind.config}), ("plain", decoded, {})):
+        shutil.copytree(source, tmp_path / folder)
+        write(tmp_path / folder, values, text_config=text | quantization)
+    packed, plain = load(tmp_path / "packed"), load(tmp_path / "plain")
+    assert {name for name in packed.store.table.parts if name.endswith("_packed")} == {
+        f"{name}_packed" for name in hub if kind.names.search(name)
+    }
+    for got, want in zip(logits(packed).values(), logits(plain).values(), strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
+
+
+def test_kimi_k3_with_its_experts_in_mxfp4_computes_what_the_reference_does(tmp_path):
+    config = kimi_k3_reference.tiny_config()
+    kind = replace(KINDS["qwen_mxfp4"], names=re.compile(r"\.experts\.\d+\.w[123]\.weight$"))
+    stored, decoded = quantise(kind, kimi_k3_reference.random_weights(config, 0))
+    folder = kimi_k3_reference.write_checkpoint(tmp_path, config, decoded)
+    vision = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name not in decoded}
+    write(folder, stored | vision, quantization_config=kind.config)
+    loaded, reference = load(folder), kimi_k3_reference.Reference(config, decoded, torch.float64)
+    assert sum(name.endswith("_packed") for name in loaded.store.table.parts) == sum(map(bool, map(kind.names.search, decoded)))
+    for i, got in logits(loaded).items():
+        torch.testing.assert_close(got.double(), reference.logits(PROMPTS[i]), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("written", "dtype"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+def test_what_is_not_quantised_keeps_its_type_on_a_cpu(tmp_path, written, dtype):
+    packed, _, _ = checkpoints("qwen_mxfp4", tmp_path)
+    write(packed, load_file(packed / "model.safetensors"), dtype=written)
+    assert load_model(str(packed), "auto", "cpu", deterministic=False).dtype == dtype

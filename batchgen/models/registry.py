@@ -88,11 +88,13 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     return family.read_config(checkpoint.config, checkpoint.generation_config)
 
 
-def choose_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's type; on a CPU, where all arithmetic is float32, float32."""
+def choose_dtype(dtype: str, config: ModelConfig, device: torch.device, quantised: bool) -> torch.dtype:
+    """`auto` is the checkpoint's type; on a CPU, where all arithmetic is float32, float32, but for quantised checkpoints, whose point is
+    memory."""
     if dtype != "auto":
         return DTYPES[dtype]
-    return torch.bfloat16 if config.dtype.endswith("bfloat16") and device.type != "cpu" else torch.float32
+    keeps = device.type != "cpu" or quantised
+    return torch.bfloat16 if config.dtype.endswith("bfloat16") and keeps else torch.float32
 
 
 def load_model(folder: str, dtype: str, device: str | torch.device, deterministic: bool) -> LoadedModel:
@@ -100,9 +102,9 @@ def load_model(folder: str, dtype: str, device: str | torch.device, deterministi
     device = torch.device(device)
     checkpoint = Checkpoint(folder)
     config = read_model_config(checkpoint)
-    storage_dtype = choose_dtype(dtype, config, device)
-    arithmetic = Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
     quantization = read_quantization(checkpoint.config, str(checkpoint.folder / "config.json"), stored=checkpoint.stored)
+    storage_dtype = choose_dtype(dtype, config, device, quantised=quantization is not None)
+    arithmetic = Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
     model = Decoder(config, arithmetic, quantization)
     renamed = getattr(FAMILIES[config.architecture], "RENAMED", ())
     store = WeightStore(WeightTable(model.slots, renamed, config.ignored))
