@@ -17,7 +17,7 @@ from torch import Tensor
 from batchgen.errors import ModelError, WeightUpdateError
 from batchgen.quant.format import Parts
 from batchgen.quant.packed import Packed
-from batchgen.weights import FLOATS, WeightFill, WeightTable, format_names
+from batchgen.weights import FLOATS, WeightFill, WeightTable, as_bytes, format_names
 
 MAX_HEADER_BYTES = 100_000_000
 DTYPES = {
@@ -185,7 +185,8 @@ class _PartFill:
             parts = view.parts if isinstance(view, Packed) else form.allocate(tuple(view.shape))
             self._open[slot.name] = parts, set(form.suffixes)
         parts, missing = self._open[slot.name]
-        parts[suffix].copy_(slot.arranged_part(slot.part_specs()[suffix].convert(tensor), parts[suffix].shape))
+        part = slot.arranged_part(slot.part_specs()[suffix].convert(tensor), parts[suffix].shape)
+        as_bytes(parts[suffix]).copy_(as_bytes(part))
         missing.remove(suffix)
         if missing:
             return

@@ -85,7 +85,7 @@ def make_checkpoint(folder: Path, quantised: bool) -> int:
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["bfloat16", "fp8"])
-def test_loading_holds_one_shard_beside_the_model_and_is_at_least_half_as_fast_as_reading(tmp_path, quantised):
+def test_loading_holds_one_shard_beside_the_model_and_takes_no_longer_than_reading_twice_and_50_ms(tmp_path, quantised):
     largest = make_checkpoint(tmp_path, quantised)
     output = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=True, timeout=100).stdout
     measured = json.loads(output)
