@@ -44,6 +44,7 @@ from batchgen.attention.triton_paged import TritonAttention  # noqa: E402
 from batchgen.kernels import experts, paged_attention, sampling  # noqa: E402
 from batchgen.kernels.gpu import GpuKernels  # noqa: E402
 from batchgen.kv_cache import CacheLayout, KVCache, PageShape  # noqa: E402
+from batchgen.moe.activation import SILU, Activation  # noqa: E402
 from batchgen.moe.routing import Routing  # noqa: E402
 from batchgen.packing import PackedBatch  # noqa: E402
 from batchgen.prefixes import SharedPrefixes, shared_runs  # noqa: E402
@@ -55,13 +56,13 @@ def bfloat16(*shape):
     return torch.empty(shape, dtype=torch.bfloat16)
 
 
-def compile_layers(kernels: GpuKernels, num_tokens: int, dtype: torch.dtype) -> None:
+def compile_layers(kernels: GpuKernels, num_tokens: int, dtype: torch.dtype, activation=SILU, biases=None) -> None:
     x = torch.empty(num_tokens, HIDDEN, dtype=dtype)
     routing = Routing(num_experts=EXPERTS, num_experts_per_tok=TOP_K, normalise=True)
     ids, weights = kernels.route(bfloat16(num_tokens, EXPERTS), routing)
     ids.zero_()
     gate_up, down = torch.empty(EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype), torch.empty(EXPERTS, HIDDEN, WIDTH, dtype=dtype)
-    out = kernels.experts(x, gate_up, down, ids, weights)
+    out = kernels.experts(x, gate_up, down, ids, weights, activation, biases)
     kernels.add_norm(x, out, bfloat16(HIDDEN), 1e-6)
     kernels.add_norm(x, x, bfloat16(HIDDEN), 1e-6)
     kernels.rms_norm(x, bfloat16(HIDDEN), 1e-6)
@@ -93,7 +94,8 @@ def compile_attention(kernels: GpuKernels) -> None:
             prefixes.fill(shared_runs(pages, attention.max_shared_rows), torch.arange(num_rows).numpy())
             batch.shared = prefixes.view(num_rows)
         q = bfloat16(len(batch.positions_T), KV_HEADS, HEADS // KV_HEADS, HEAD)
-        attention.attend(q, kv.stores[0], attention.plan(batch, kv), 0.1)
+        for limits in ({}, {"window": 128, "sinks_N": torch.zeros(HEADS)}):
+            attention.attend(q, kv.stores[0], attention.plan(batch, kv), 0.1, **limits)
         qkv, slots = bfloat16(len(q), (HEADS + 2 * KV_HEADS) * HEAD), torch.zeros(len(q) * KV_HEADS, dtype=torch.int64)
         kernels.place_heads(qkv, (bfloat16(HEAD), bfloat16(HEAD)), 1e-6, torch.empty(len(q), 2, HEAD), slots, *kv.stores[0].rows())
     store = kv.stores[0]
@@ -107,6 +109,9 @@ def main() -> None:
         rows_per_expert = min(choice.max_rows_per_expert, 1024)
         compile_layers(kernels, int(rows_per_expert * EXPERTS) // TOP_K, torch.bfloat16)
     compile_layers(kernels, 8, torch.float32)
+    compile_layers(
+        kernels, 1024, torch.bfloat16, Activation("clamped", 1.7, 7.0), (bfloat16(EXPERTS, 2 * WIDTH), bfloat16(EXPERTS, HIDDEN))
+    )
     compile_attention(kernels)
     ints, floats = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     sampling.uniforms(ints, ints, ints)

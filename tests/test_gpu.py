@@ -18,6 +18,7 @@ from batchgen.kernels.experts import _sort_rows
 from batchgen.kernels.gpu import GpuKernels
 from batchgen.kv_cache import KVCache
 from batchgen.models.rotary import Rope, rotary_table
+from batchgen.moe.activation import Activation, gate
 from batchgen.moe.expert_sum import ExpertSum
 from batchgen.moe.routing import Routing
 from batchgen.packing import PackedBatch
@@ -50,6 +51,38 @@ def ragged_batch() -> PackedBatch:
     )
 
 
+def batch_with_common_pages() -> tuple[PackedBatch, list[list[int]]]:
+    """Decode rows, of which the first three and three later ones begin alike; 400 pages."""
+    contexts = [97, 130, 101, 3, 300, 301, 260, 1]
+    free = iter(torch.randperm(400).tolist())
+    common = [[next(free) for _ in range(24)] for _ in range(2)]
+    pages = [common[0], common[0], common[0], [], common[1], common[1], common[1], []]
+    lacking = [-(-context // PAGE_SIZE) - len(known) for known, context in zip(pages, contexts, strict=True)]
+    pages = [known + [next(free) for _ in range(number)] for known, number in zip(pages, lacking, strict=True)]
+    table = torch.zeros(len(pages), max(map(len, pages)), dtype=torch.int64)
+    for row, values in enumerate(pages):
+        table[row, : len(values)] = torch.tensor(values)
+    batch = PackedBatch(
+        input_ids_T=torch.zeros(8, dtype=torch.int64, device=DEVICE),
+        positions_T=torch.tensor(contexts, device=DEVICE) - 1,
+        kv_slots_T=torch.ones(8, dtype=torch.int64, device=DEVICE),
+        query_starts=list(range(9)),
+        num_decode=8,
+        context_lens_B=torch.tensor(contexts, device=DEVICE),
+        page_table_BP=table.to(DEVICE),
+        logit_index_M=torch.arange(8, device=DEVICE),
+    )
+    return batch, pages
+
+
+def share(batch: PackedBatch, pages: list[list[int]], max_rows: int) -> None:
+    runs = shared_runs(pages, max_rows)
+    assert [(run.first, run.count) for run in runs] == [(0, 3), (4, 3)]
+    prefixes = SharedPrefixes(8, PAGE_SIZE, batch.page_table_BP)
+    prefixes.fill(runs, torch.arange(8).numpy())
+    batch.shared = prefixes.view(8)
+
+
 def randomise(kv: KVCache) -> None:
     for store in kv.stores:
         store.k_PHSD.normal_()
@@ -78,6 +111,26 @@ def test_attention_over_pages_equals_plain_torch(dtype, heads):
     expected = plain.attend(q_THGd.float(), wide.stores[1], plain.plan(batch, wide), 0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 1, 7, 64, 200])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("rows", ["mixed", "decode", "sharing"])
+def test_windows_and_sinks_are_those_of_plain_torch(dtype, window, with_sinks, rows):
+    torch.manual_seed(0)
+    kv = KVCache(plain_layout(2, 32), 400, PAGE_SIZE, dtype, DEVICE)
+    randomise(kv)
+    wide = KVCache(plain_layout(2, 32), 400, PAGE_SIZE, torch.float32, DEVICE)
+    copy_stores(wide, kv)
+    fast, plain = TritonAttention(2, 3), ReferenceAttention(deterministic=False)
+    batch, pages = (ragged_batch(), []) if rows == "mixed" else batch_with_common_pages()
+    limits = {"window": window, "sinks_N": torch.randn(6, device=DEVICE) * 3 if with_sinks else None}
+    q_THGd = torch.randn(len(batch.positions_T), 2, 3, 32, device=DEVICE).to(dtype)
+    expected = plain.attend(q_THGd.float(), wide.stores[1], plain.plan(batch, wide), 0.3, **limits)
+    if rows == "sharing":
+        share(batch, pages, fast.max_shared_rows)
+    near(fast.attend(q_THGd, kv.stores[1], fast.plan(batch, kv), 0.3, **limits), expected)
 
 
 def varlen_attention(q_THd, k_CHd, v_CHd, query_starts, key_starts, max_queries, max_keys, softmax_scale, causal):
@@ -120,36 +173,14 @@ def test_decode_rows_are_split_over_programs_and_read_shared_keys_once(dtype, he
     torch.manual_seed(0)
     kv = KVCache(plain_layout(*heads[1:]), 400, PAGE_SIZE, dtype, DEVICE)
     randomise(kv)
-    contexts = [97, 130, 101, 3, 300, 301, 260, 1]
-    free = iter(torch.randperm(400).tolist())
-    common = [[next(free) for _ in range(24)] for _ in range(2)]
-    pages = [common[0], common[0], common[0], [], common[1], common[1], common[1], []]
-    lacking = [-(-context // PAGE_SIZE) - len(known) for known, context in zip(pages, contexts, strict=True)]
-    pages = [known + [next(free) for _ in range(number)] for known, number in zip(pages, lacking, strict=True)]
-    table = torch.zeros(len(pages), max(map(len, pages)), dtype=torch.int64)
-    for row, values in enumerate(pages):
-        table[row, : len(values)] = torch.tensor(values)
-    batch = PackedBatch(
-        input_ids_T=torch.zeros(8, dtype=torch.int64, device=DEVICE),
-        positions_T=torch.tensor(contexts, device=DEVICE) - 1,
-        kv_slots_T=torch.ones(8, dtype=torch.int64, device=DEVICE),
-        query_starts=list(range(9)),
-        num_decode=8,
-        context_lens_B=torch.tensor(contexts, device=DEVICE),
-        page_table_BP=table.to(DEVICE),
-        logit_index_M=torch.arange(8, device=DEVICE),
-    )
+    batch, pages = batch_with_common_pages()
     q_THGd = torch.randn(8, num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
     fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
     wide = KVCache(plain_layout(*heads[1:]), 400, PAGE_SIZE, torch.float32, DEVICE)
     copy_stores(wide, kv)
     expected = plain.attend(q_THGd.float(), wide.stores[1], plain.plan(batch, wide), 0.3)
     if sharing:
-        runs = shared_runs(pages, fast.max_shared_rows)
-        assert [(run.first, run.count) for run in runs] == [(0, 3), (4, 3)]
-        prefixes = SharedPrefixes(8, PAGE_SIZE, batch.page_table_BP)
-        prefixes.fill(runs, torch.arange(8).numpy())
-        batch.shared = prefixes.view(8)
+        share(batch, pages, fast.max_shared_rows)
     near(fast.attend(q_THGd, kv.stores[1], fast.plan(batch, kv), 0.3), expected)
 
 
@@ -253,6 +284,23 @@ def test_experts_equal_a_loop_over_tokens(dtype, num_tokens):
         expected += weights[:, i : i + 1] * torch.einsum("tf,tdf->td", F.silu(gate) * up, down[ids[:, i]].float())
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "clamped", "limited", "situ"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_have_biases_and_any_activation(dtype, kind, biased):
+    x, activation = randn(9, 40, dtype=dtype) * 2, Activation(kind, a=1.7, b=0.8)
+    gate_up, down = randn(4, 36, 40, dtype=dtype) * 0.3, randn(4, 40, 18, dtype=dtype) * 0.3
+    biases = (randn(4, 36, dtype=dtype), randn(4, 40, dtype=dtype)) if biased else None
+    ids = torch.arange(9, device=DEVICE)[:, None] % 4
+    got = summed(GpuKernels().experts(x, gate_up, down, ids, torch.ones(9, 1, device=DEVICE), activation, biases))
+    for token, expert in enumerate(ids[:, 0].tolist()):
+        first, last = (0.0, 0.0) if biases is None else (biases[0][expert].double(), biases[1][expert].double())
+        hidden = gate(gate_up[expert].double() @ x[token].double() + first, activation)
+        tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+        expected = down[expert].double() @ hidden.to(dtype).double() + last
+        torch.testing.assert_close(got[token].double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("depth, width", [(129, 257), (300, 140)])

@@ -1,4 +1,4 @@
-"""Every family on a GPU: the same greedy tokens as on a CPU, in float32, and scores that do not depend on the batch in deterministic mode."""
+"""Every family on a GPU: in float32 the same greedy tokens as on a CPU, in deterministic mode the same bits whatever the batch."""
 
 import pytest
 import torch

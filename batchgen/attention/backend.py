@@ -47,10 +47,11 @@ class AttentionBackend(Protocol):
         ...
 
 
-def choose_attention(arithmetic: Arithmetic, heads: tuple[int, int, int] | None) -> AttentionBackend:
+def choose_attention(arithmetic: Arithmetic, heads: tuple[int, int, int] | None, plain: bool) -> AttentionBackend:
     """The compiled one where there are kernels, the Triton one on a GPU (head sizes that are powers of two), else plain torch.
 
-    `heads`: query heads, KV heads and head size, if all layers attend alike with no window, no sinks, no choice of keys.
+    `heads`: query heads, KV heads and head size, if all layers that attend have the same and keep keys and values of heads. `plain`: none
+    of them has a window or sinks.
     """
     if arithmetic.cpu_kernels is not None:
         return CompiledAttention(arithmetic.cpu_kernels)
@@ -60,7 +61,7 @@ def choose_attention(arithmetic: Arithmetic, heads: tuple[int, int, int] | None)
 
         log.info("attention: Triton over paged KV")
         num_heads, num_kv_heads, head_dim = heads
-        flash = FlashPrefill.load(head_dim) if arithmetic.compute_dtype == torch.bfloat16 else None
+        flash = FlashPrefill.load(head_dim) if plain and arithmetic.compute_dtype == torch.bfloat16 else None
         return TritonAttention(num_kv_heads, num_heads // num_kv_heads, flash)
     log.info("attention: plain torch")
     return ReferenceAttention(deterministic=arithmetic.deterministic)

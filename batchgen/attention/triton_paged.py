@@ -7,7 +7,8 @@ installed; else they are cut into tiles of several queries.
 Shapes: T tokens, N tiles, B rows, H KV heads, G query heads per KV head, d head size, P pages.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,23 +98,27 @@ class TritonAttention:
         sinks_N: Tensor | None = None,
         chosen_TC: Tensor | None = None,
     ) -> Tensor:
-        """Outputs [T, H * G * d]; `choose_attention` sees to it that nothing else is asked for."""
-        assert not window and sinks_N is None and chosen_TC is None
+        """Outputs [T, H * G * d]. `choose_attention` sees to it that no keys are chosen; FlashAttention gets no windows or sinks."""
+        assert chosen_TC is None
         q_THGd = q_THGd.contiguous()
+        limits: dict[str, Any] = {"window": window, "sinks_N": sinks_N}
         if isinstance(plan.prefill, FlashPlan) and self.flash is not None and plan.decode is None:
             return self.flash.attend(q_THGd, store, plan.prefill, scale)
         out_THGd = torch.empty_like(q_THGd)
         where = (q_THGd, store.k_PHSD, store.v_PHSV, plan.positions_T)
         state: SoftmaxState | None = None
-        if plan.shared is not None:
+        decode = plan.decode
+        if plan.shared is not None and not window:
             state = attend(*where, plan.shared, scale=scale)
-        if plan.decode is not None:
-            attend(*where, plan.decode, scale=scale, out_THGD=out_THGd, resume=state, num_parts=plan.num_parts)
+        elif plan.shared is not None and decode is not None:
+            decode = replace(decode, begin_N=None)
+        if decode is not None:
+            attend(*where, decode, scale=scale, out_THGD=out_THGd, resume=state, num_parts=plan.num_parts, **limits)
         if isinstance(plan.prefill, FlashPlan) and self.flash is not None:
             prefilled_CX = self.flash.attend(q_THGd, store, plan.prefill, scale)
             out_THGd.view(len(q_THGd), -1)[plan.prefill.first_token :] = prefilled_CX
         elif isinstance(plan.prefill, Tiles):
-            attend(*where, plan.prefill, scale=scale, out_THGD=out_THGd)
+            attend(*where, plan.prefill, scale=scale, out_THGD=out_THGd, **limits)
         return out_THGd.view(len(q_THGd), -1)
 
 

@@ -68,10 +68,6 @@ class CpuKernels(PackedProducts):
         """Whether `route` computes this; all of it."""
         return True
 
-    def takes_experts(self, activation: Activation, biased: bool) -> bool:
-        """Whether `experts` computes this; all of it."""
-        return True
-
     def experts(
         self,
         x_TD: Tensor,

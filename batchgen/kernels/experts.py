@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from batchgen.moe.activation import SILU, Activation
 from batchgen.moe.expert_sum import ExpertSum
 
 FEW_ROWS = 2048
@@ -95,8 +96,20 @@ def _place(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _activate(gate, up, a, b, activation: tl.constexpr):  # type: ignore[no-untyped-def]
+    if activation == "situ":
+        bounded = a * (2.0 / (1.0 + tl.exp(-2.0 / a * gate)) - 1.0)  # tanh
+        return bounded / (1.0 + tl.exp(-gate)) * b * (2.0 / (1.0 + tl.exp(-2.0 / b * up)) - 1.0)
+    if activation != "silu":
+        gate, up = tl.minimum(gate, b), tl.clamp(up, -b, b)
+    if activation == "clamped":
+        return gate / (1.0 + tl.exp(-a * gate)) * (up + 1.0)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    x_ptr, token_ptr, end_ptr, weight_ptr, weight_tma, out_ptr,
+    x_ptr, token_ptr, end_ptr, weight_ptr, weight_tma, bias_ptr, out_ptr, a, b, activation: tl.constexpr,
     num_experts: tl.constexpr, experts_width: tl.constexpr, depth: tl.constexpr, width: tl.constexpr, gated: tl.constexpr,
     tma: tl.constexpr, rows: tl.constexpr, outputs: tl.constexpr, step: tl.constexpr, across: tl.constexpr,
 ):  # fmt: skip
@@ -129,16 +142,29 @@ def _product(  # type: ignore[no-untyped-def]
                 y = tl.dot(x, tl.load(weight, mask=known, other=0.0), y, input_precision="ieee")
                 if gated:
                     up = tl.dot(x, tl.load(weight + width * depth, mask=known, other=0.0), up, input_precision="ieee")
+        if bias_ptr is not None:
+            own = bias_ptr + first + tl.arange(0, outputs)
+            y += tl.load(own, mask=output < width, other=0.0).to(tl.float32)[None, :]
+            if gated:
+                up += tl.load(own + width, mask=output < width, other=0.0).to(tl.float32)[None, :]
         if gated:
-            y = y / (1.0 + tl.exp(-y)) * up
+            y = _activate(y, up, a, b, activation)
         where = row.to(tl.int64)[:, None] * width + output[None, :]
         tl.store(out_ptr + where, y.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (output < width)[None, :])
 
 
 def experts(
-    x_TD: Tensor, gate_up_EFD: Tensor, down_EDF: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, choice: Choice | None = None
+    x_TD: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    activation: Activation = SILU,
+    biases: tuple[Tensor, Tensor] | None = None,
+    *,
+    choice: Choice | None = None,
 ) -> ExpertSum:
-    """sum over k of weights[t, k] * down(silu(gate(x)) * up(x)) by expert ids[t, k].
+    """sum over k of weights[t, k] * down(activation(gate(x), up(x))) by expert ids[t, k]. `biases`: [E, 2F], gates first, and [E, D].
 
     `choice` fixes the tiles; without it they follow the mean number of rows per expert.
     """
@@ -150,8 +176,9 @@ def experts(
     if num_rows:
         _sort_rows(ids_TK, end_E, place_R, token_R)
         choice = choice or next(each for each in TILES if num_rows <= each.max_rows_per_expert * num_experts)
-        _multiply(x_TD, token_R, end_E, gate_up_EFD, hidden_RF, tile=choice.gate_up, gated=True)
-        _multiply(hidden_RF, token_R, end_E, down_EDF, y_RD, tile=choice.down, gated=False)
+        first_bias, last_bias = biases or (None, None)
+        _multiply(x_TD, token_R, end_E, gate_up_EFD, first_bias, hidden_RF, tile=choice.gate_up, activation=activation)
+        _multiply(hidden_RF, token_R, end_E, down_EDF, last_bias, y_RD, tile=choice.down, activation=None)
     return ExpertSum(y_RD=y_RD, place_R=place_R, weights_TK=weights_TK)
 
 
@@ -171,16 +198,28 @@ def _sort_rows(ids_TK: Tensor, end_E: Tensor, place_R: Tensor, token_R: Tensor) 
     _place[grid](ids_TK, place_R, count, end_E, token_R, num_rows, k=k, num_experts=num_experts, **sizes)
 
 
-def _multiply(x: Tensor, token_R: Tensor, end_E: Tensor, weight_END: Tensor, out: Tensor, *, tile: Tile, gated: bool) -> None:
+def _multiply(
+    x: Tensor,
+    token_R: Tensor,
+    end_E: Tensor,
+    weight_END: Tensor,
+    bias_EN: Tensor | None,
+    out: Tensor,
+    *,
+    tile: Tile,
+    activation: Activation | None,
+) -> None:
+    """`activation`: of the first product, whose rows are gathered; None: the second."""
     num_experts, _, depth = weight_END.shape
-    num_rows, width = out.shape
+    (num_rows, width), gated = out.shape, activation is not None
     if x.element_size() == 4:
         tile = WIDE_TILE
     across = triton.cdiv(width, tile.outputs)
     weight_ND = weight_END.view(-1, depth)
     tma = x.element_size() == 2 and depth % 8 == 0 and weight_ND.data_ptr() % 16 == 0  # rows begin at multiples of 16 bytes
     _product[(min(num_rows, num_rows // tile.rows + num_experts) * across,)](
-        x, token_R, end_E, weight_ND, TensorDescriptor.from_tensor(weight_ND, [tile.outputs, tile.step]) if tma else None, out,
+        x, token_R, end_E, weight_ND, TensorDescriptor.from_tensor(weight_ND, [tile.outputs, tile.step]) if tma else None, bias_EN, out,
+        *(activation.a, activation.b, activation.kind) if activation else (0.0, 0.0, "none"),
         num_experts=num_experts, experts_width=triton.next_power_of_2(num_experts), depth=depth, width=width, gated=gated, tma=tma,
         rows=tile.rows, outputs=tile.outputs, step=tile.step, across=across, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

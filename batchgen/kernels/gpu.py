@@ -191,10 +191,6 @@ class GpuKernels:
         grouped = routing.num_kept_groups < routing.num_groups
         return routing.scoring == "softmax" and routing.scale == 1.0 and not grouped and not corrected
 
-    def takes_experts(self, activation: Activation, biased: bool) -> bool:
-        """SwiGLU without biases."""
-        return activation == SILU and not biased
-
     def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids int64 and weights float32, [T, K]; equal logits rank by expert number."""
         (num_tokens, num_experts), k = logits_TE.shape, routing.num_experts_per_tok
@@ -219,4 +215,4 @@ class GpuKernels:
         biases: tuple[Tensor, Tensor] | None = None,
     ) -> ExpertSum:
         """Sorted and multiplied: see `batchgen.kernels.experts`."""
-        return experts(x_TD, gate_up_EFD, down_EDF, ids_TK, weights_TK)
+        return experts(x_TD, gate_up_EFD, down_EDF, ids_TK, weights_TK, activation, biases)

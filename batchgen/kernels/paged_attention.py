@@ -1,8 +1,9 @@
 """Attention over paged KV in Triton. In: queries, one layer's pages, tiles of queries. Out: attention outputs. Never gathers KV.
 
 A tile holds up to `queries` tokens that see the same pages, and all query heads that share a KV head; its keys stream once, with a
-running softmax in float32 (Dao et al. 2022). The state of that softmax can be kept and taken up again: for keys that several rows share
-(the prompt of a group), and for keys split over several programs, whose states are merged.
+running softmax in float32 (Dao et al. 2022). A window limits keys to a token's last ones; a sink is a score without a value. The state
+of that softmax can be kept and taken up again: for keys that several rows share (the prompt of a group), and for keys split over several
+programs, whose states are merged.
 
 Shapes: T tokens, N tiles, P pages, H KV heads, G query heads per KV head, S slots of a page, D head size, X parts of a row's keys.
 """
@@ -71,7 +72,7 @@ def _copy_pages(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _take_block(  # type: ignore[no-untyped-def]
     q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads: tl.constexpr, depth: tl.constexpr,
-    page_size: tl.constexpr, block: tl.constexpr, masked: tl.constexpr,
+    page_size: tl.constexpr, block: tl.constexpr, masked: tl.constexpr, window: tl.constexpr,
 ):  # fmt: skip
     d, offset = tl.arange(0, depth), tl.arange(0, block)
     key = start + offset
@@ -89,7 +90,10 @@ def _take_block(  # type: ignore[no-untyped-def]
         k, v = tl.load(k_ptr + where), tl.load(v_ptr + where)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if masked:
-        scores = tl.where((key < high)[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
+        seen = (key < high)[None, :] & (key[None, :] <= position[:, None])
+        if window > 0:
+            seen &= key[None, :] > position[:, None] - window
+        scores = tl.where(seen, scores, float("-inf"))
     highest = tl.maximum(most, tl.max(scores, 1))
     shrink = tl.exp2(most - highest)
     p = tl.exp2(scores - highest[:, None])
@@ -101,8 +105,8 @@ def _take_block(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["table_width", "state_size"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, positions_ptr, first_ptr, count_ptr, row_ptr, begin_ptr, end_ptr, from_sums_ptr,
-    from_stats_ptr, sums_ptr, stats_ptr, table_width, state_size, scale, num_heads: tl.constexpr, group: tl.constexpr,
-    queries: tl.constexpr,
+    from_stats_ptr, sums_ptr, stats_ptr, sinks_ptr, table_width, state_size, scale, num_heads: tl.constexpr, group: tl.constexpr,
+    queries: tl.constexpr, window: tl.constexpr,
     rows: tl.constexpr, depth: tl.constexpr, page_size: tl.constexpr, block: tl.constexpr, parts: tl.constexpr, keep: tl.constexpr,
 ):  # fmt: skip
     tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -128,41 +132,58 @@ def _attend(  # type: ignore[no-untyped-def]
         most = tl.load(from_stats_ptr + head_row, mask=resumed, other=-1e38)
         total = tl.load(from_stats_ptr + state_size + head_row, mask=resumed, other=0.0)
         sums = tl.load(from_sums_ptr + where, mask=resumed[:, None], other=0.0)
+    lowest = tl.min(tl.where(valid, position, high), 0)
+    if window > 0:
+        low = tl.maximum(low, (lowest + 1 - window) // block * block)
     if parts > 1:
         length = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), parts), block) * block
         low += part * length
         high = tl.minimum(high, low + length)
     pages = table_ptr + tl.load(row_ptr + tile) * table_width
     scale *= 1.4426950408889634
-    lowest = tl.min(tl.where(valid, position, high), 0)
-    whole = low + tl.maximum(tl.minimum(lowest + 1, high) - low, 0) // block * block  # up to here every query sees every key
+    whole = low  # up to here every query sees every key
+    if window == 0:
+        whole += tl.maximum(tl.minimum(lowest + 1, high) - low, 0) // block * block
     for start in range(low, whole, block):
         most, total, sums = _take_block(
-            q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads, depth, page_size, block, False
+            q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads, depth, page_size, block, False, 0
         )
     for start in range(whole, high, block):
         most, total, sums = _take_block(
-            q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads, depth, page_size, block, True
+            q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads, depth, page_size, block, True, window
         )
     if keep:
         tl.store(stats_ptr + part * state_size + head_row, most, mask=valid)
         tl.store(stats_ptr + (parts + part) * state_size + head_row, total, mask=valid)
         tl.store(sums_ptr + part.to(tl.int64) * state_size * depth + where, sums, mask=valid[:, None])
     else:
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head * group + row % group) * 1.4426950408889634
+            highest = tl.maximum(most, sink)
+            shrink = tl.exp2(most - highest)
+            total = total * shrink + tl.exp2(sink - highest)
+            sums *= shrink[:, None]
         out = sums / tl.where(valid, total, 1.0)[:, None]
         tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit(do_not_specialize=["state_size"])  # type: ignore[untyped-decorator]
-def _merge(sums_ptr, stats_ptr, out_ptr, state_size, parts: tl.constexpr, width: tl.constexpr, depth: tl.constexpr):  # type: ignore[no-untyped-def]
+def _merge(  # type: ignore[no-untyped-def]
+    sums_ptr, stats_ptr, sinks_ptr, out_ptr, state_size, heads: tl.constexpr, parts: tl.constexpr, width: tl.constexpr, depth: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     x, d = tl.arange(0, width), tl.arange(0, depth)
     most = tl.load(stats_ptr + x * state_size + row, mask=x < parts, other=-1e38)
     total = tl.load(stats_ptr + (parts + x) * state_size + row, mask=x < parts, other=0.0)
-    weight = tl.exp2(most - tl.max(most, 0))
+    highest, extra = tl.max(most, 0), 0.0
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row % heads) * 1.4426950408889634
+        highest = tl.maximum(highest, sink)
+        extra = tl.exp2(sink - highest)
+    weight = tl.exp2(most - highest)
     where = x.to(tl.int64)[:, None] * state_size * depth + row * depth + d[None, :]
     sums = tl.sum(tl.load(sums_ptr + where, mask=(x < parts)[:, None], other=0.0) * weight[:, None], 0)
-    tl.store(out_ptr + row * depth + d, (sums / tl.sum(total * weight, 0)).to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row * depth + d, (sums / (tl.sum(total * weight, 0) + extra)).to(out_ptr.dtype.element_ty))
 
 
 def copy_pages(k_PHSD: Tensor, v_PHSD: Tensor, pages_3N: Tensor, k_CHD: Tensor, v_CHD: Tensor) -> None:
@@ -185,11 +206,13 @@ def attend(
     out_THGD: Tensor | None = None,
     resume: SoftmaxState | None = None,
     num_parts: int = 1,
+    window: int = 0,
+    sinks_N: Tensor | None = None,
 ) -> SoftmaxState | None:
     """Attention of the tiles' tokens. Head sizes are powers of two.
 
     Fills those tokens of `out_THGD`; without it, returns the state, for `resume` (of one part). `num_parts` programs share a tile's keys;
-    then the tiles cover all tokens.
+    then the tiles cover all tokens. `sinks_N` (float32) count where outputs are made.
     """
     num_tokens, num_heads, group, depth = q_THGD.shape
     keep = num_parts > 1 or out_THGD is None
@@ -214,12 +237,14 @@ def attend(
         resume.stats_2XTHG if resume else None,
         state.sums_XTHGD if state else None,
         state.stats_2XTHG if state else None,
+        sinks_N,
         tiles.table.shape[1],
         size,
         scale,
         num_heads=num_heads,
         group=group,
         queries=tiles.queries,
+        window=window,
         rows=rows,
         depth=depth,
         page_size=k_PHSD.shape[2],
@@ -232,5 +257,6 @@ def attend(
     if state is None or out_THGD is None:
         return state
     width = triton.next_power_of_2(num_parts)
-    _merge[(size,)](state.sums_XTHGD, state.stats_2XTHG, out_THGD, size, parts=num_parts, width=width, depth=depth, num_warps=1)
+    sizes = {"heads": num_heads * group, "parts": num_parts, "width": width, "depth": depth}
+    _merge[(size,)](state.sums_XTHGD, state.stats_2XTHG, sinks_N, out_THGD, size, **sizes, num_warps=1)
     return None

@@ -27,8 +27,13 @@ class MixerSpec(Protocol):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]: ...
     @property
-    def plain_heads(self) -> tuple[int, int, int] | None:
-        """Query heads, KV heads and head size of plain causal attention; None of anything else."""
+    def heads(self) -> tuple[int, int, int] | None:
+        """Query heads, KV heads and head size of attention that keeps keys and values of heads; None of anything else."""
+        ...
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is causal attention to all keys and nothing else."""
         ...
 
     def build(self, scope: Scope, tables: RotaryTables, store: int, state: int) -> Mixer:
@@ -128,10 +133,15 @@ class ModelConfig:
         )
 
     @property
-    def plain_heads(self) -> tuple[int, int, int] | None:
-        """Query heads, KV heads and head size, if every layer is plain causal attention with these."""
-        kinds = {layer.mixer.plain_heads for layer in self.layers}
+    def heads(self) -> tuple[int, int, int] | None:
+        """Query heads, KV heads and head size, if every layer that attends has these."""
+        kinds = {layer.mixer.heads for layer in self.layers if layer.mixer.pages}
         return kinds.pop() if len(kinds) == 1 else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether every layer that attends does so to all keys and nothing else."""
+        return all(layer.mixer.plain for layer in self.layers if layer.mixer.pages)
 
     @property
     def num_layers(self) -> int:

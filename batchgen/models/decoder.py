@@ -15,7 +15,6 @@ from batchgen.attention.backend import choose_attention
 from batchgen.attention.reference import ReferenceAttention
 from batchgen.kv_cache import KVCache
 from batchgen.models.config import LayerConfig, ModelConfig
-from batchgen.models.feed_forward import MoeLayer
 from batchgen.models.pass_context import Pass, RotaryTables
 from batchgen.models.scope import Linear, RmsNorm, Scope
 from batchgen.moe.expert_sum import ExpertSum
@@ -64,7 +63,7 @@ class Decoder:
         scope = root / config.prefix
         embedding = f"{config.prefix}.embed_tokens.weight"
         self.embedding_VD = root.parameter(embedding, config.vocab_size, config.hidden_size)
-        self.attention = choose_attention(arithmetic, config.plain_heads)
+        self.attention = choose_attention(arithmetic, config.heads, config.plain)
         self.tables = RotaryTables(config.max_position_embeddings, arithmetic.device)
         self.layers: list[DecoderLayer] = []
         store = state = 0
@@ -82,15 +81,12 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass over decode rows asks nothing of the host: on a GPU, with kernels for attention and experts, and no
-        packed weights, which plain torch decodes."""
+        """Whether a pass over decode rows asks nothing of the host: on a GPU, with kernels for attention and experts, and no states or
+        packed weights, which plain torch computes with."""
         kernels = self.arithmetic.kernels
         if self.arithmetic.device.type != "cuda" or kernels is None or isinstance(self.attention, ReferenceAttention):
             return False
-        if any(isinstance(weight, Packed) for weight in self.matrices):
-            return False
-        experts = [layer.feed_forward.experts for layer in self.layers if isinstance(layer.feed_forward, MoeLayer)]
-        return all(kernels.takes_experts(each.activation, each.biases is not None) for each in experts)
+        return not self.config.cache_layout.states and not any(isinstance(weight, Packed) for weight in self.matrices)
 
     def forward(self, batch: PackedBatch, kv: KVCache) -> ModelOutput:
         """One pass: writes the tokens' KV, returns logits of the wanted tokens."""

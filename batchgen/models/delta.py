@@ -106,7 +106,8 @@ class GatedDeltaNet:
     sizes: DeltaSizes
 
     pages: ClassVar[tuple[PageShape, ...]] = ()
-    plain_heads: ClassVar[None] = None
+    heads: ClassVar[None] = None
+    plain: ClassVar[bool] = False
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:
@@ -161,7 +162,8 @@ class KimiDelta:
     """Rates are stored as a vector, and else with dimensions of size 1 around."""
 
     pages: ClassVar[tuple[PageShape, ...]] = ()
-    plain_heads: ClassVar[None] = None
+    heads: ClassVar[None] = None
+    plain: ClassVar[bool] = False
 
     @property
     def states(self) -> tuple[tuple[int, ...], ...]:

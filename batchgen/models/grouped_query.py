@@ -63,8 +63,12 @@ class GroupedQuery:
         return ()
 
     @property
-    def plain_heads(self) -> tuple[int, int, int] | None:
-        return None if self.window or self.sinks else (self.num_heads, self.num_kv_heads, self.head_dim)
+    def heads(self) -> tuple[int, int, int] | None:
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    @property
+    def plain(self) -> bool:
+        return not self.window and not self.sinks
 
     def build(self, scope: Scope, tables: RotaryTables, store: int, state: int) -> "GroupedQueryAttention":
         """The layer under `self_attn`."""

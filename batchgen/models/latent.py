@@ -50,7 +50,8 @@ class Latent:
     """It sees the keys that the last layer with an indexer chose; with neither, all."""
 
     states: ClassVar[tuple[tuple[int, ...], ...]] = ()
-    plain_heads: ClassVar[None] = None
+    heads: ClassVar[None] = None
+    plain: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "kv_rank", "nope_dim", "value_dim")

@@ -72,7 +72,7 @@ class Experts:
     def _plain(self, gate_up_EFD: Tensor, down_EDF: Tensor) -> ExpertsSum:
         """How the sum is computed here."""
         kernels, activation, biases = self.arithmetic.kernels, self.activation, self.biases
-        if kernels is not None and kernels.takes_experts(activation, biases is not None):
+        if kernels is not None:
             return lambda x, ids, weights: kernels.experts(x, gate_up_EFD, down_EDF, ids, weights, activation, biases)
         if self.arithmetic.deterministic:
             return lambda x, ids, weights: self._combine(self._one_by_one(x, ids, [gate_up_EFD], down_EDF), weights)

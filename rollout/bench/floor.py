@@ -81,13 +81,13 @@ class Cost:
         one_expert = {id(matrix) for layer in moe for matrix in layer.experts.matrices}
         dense = [matrix for matrix in model.matrices if id(matrix) not in one_expert]
         head_flop = 2 * config.vocab_size * config.hidden_size
-        heads = [layer.mixer.plain_heads for layer in config.layers]
+        heads = [layer.mixer.heads for layer in config.layers if layer.mixer.plain]
         return cls(
             dense_bytes=sum(matrix.nbytes for matrix in dense),
             experts=experts,
             flop_per_token=flop + 2 * sum(matrix.shape.numel() for matrix in dense) - head_flop,
             head_flop=head_flop,
-            attention_flop=sum(4 * plain[0] * plain[2] for plain in heads if plain is not None),
+            attention_flop=sum(4 * each[0] * each[2] for each in heads if each is not None),
             bytes_per_kv_token=layout.bytes_per_token(dtype),
             bytes_per_state=layout.bytes_per_state,
         )
