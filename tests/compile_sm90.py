@@ -109,9 +109,10 @@ def main() -> None:
         rows_per_expert = min(choice.max_rows_per_expert, 1024)
         compile_layers(kernels, int(rows_per_expert * EXPERTS) // TOP_K, torch.bfloat16)
     compile_layers(kernels, 8, torch.float32)
-    compile_layers(
-        kernels, 1024, torch.bfloat16, Activation("clamped", 1.7, 7.0), (bfloat16(EXPERTS, 2 * WIDTH), bfloat16(EXPERTS, HIDDEN))
-    )
+    biases = bfloat16(EXPERTS, 2 * WIDTH), bfloat16(EXPERTS, HIDDEN)
+    compile_layers(kernels, 1024, torch.bfloat16, Activation("clamped", 1.7, 7.0), biases)
+    grouped = Routing(num_experts=256, num_experts_per_tok=8, scoring="sigmoid", num_groups=8, num_kept_groups=4, group_top=2, scale=2.5)
+    kernels.route(torch.empty(64, 256), grouped, torch.empty(256))
     compile_attention(kernels)
     ints, floats = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     sampling.uniforms(ints, ints, ints)

@@ -20,6 +20,7 @@ from batchgen.kv_cache import KVCache
 from batchgen.models.rotary import Rope, rotary_table
 from batchgen.moe.activation import Activation, gate
 from batchgen.moe.expert_sum import ExpertSum
+from batchgen.moe.router import _route as plain_route
 from batchgen.moe.routing import Routing
 from batchgen.packing import PackedBatch
 from batchgen.prefixes import SharedPrefixes, shared_runs
@@ -241,6 +242,23 @@ def test_the_router_chooses_the_likeliest_and_ranks_equals_by_number(num_experts
     near(weights, expected / expected.sum(-1, keepdim=True) if normalise else expected)
     near(logits.softmax(-1).gather(1, ids), expected)
     assert ids[3].tolist() == list(range(k))
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "chosen"])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("groups", [(1, 1, 1), (4, 2, 1), (8, 3, 2)])
+def test_the_router_scores_corrects_and_keeps_groups_as_plain_torch_does(scoring, corrected, groups):
+    num_groups, kept, top = groups
+    if scoring == "chosen" and (corrected or num_groups > 1):
+        pytest.skip("no model asks for it")
+    sizes = {"num_groups": num_groups, "num_kept_groups": kept, "group_top": top}
+    routing = Routing(num_experts=64, num_experts_per_tok=6, scoring=scoring, normalise=scoring == "sigmoid", scale=2.5, **sizes)
+    assert GpuKernels().takes_routing(routing)
+    logits, bias = randn(37, 64), randn(64) * 0.2 if corrected else None
+    ids, weights = GpuKernels().route(logits, routing, bias)
+    expected_ids, expected = plain_route(logits, routing, bias)
+    assert torch.equal(ids, expected_ids)
+    near(weights, expected)
 
 
 def summed(experts: ExpertSum) -> torch.Tensor:

@@ -64,7 +64,7 @@ class CpuKernels(PackedProducts):
         self._call("head_products", x_THD, *x_THD.stride()[:2], *weight, y_THN, num_tokens, num_heads, num_outputs, depth)
         return y_THN
 
-    def takes_routing(self, routing: Routing, corrected: bool) -> bool:
+    def takes_routing(self, routing: Routing) -> bool:
         """Whether `route` computes this; all of it."""
         return True
 

@@ -96,31 +96,62 @@ def _place_heads(  # type: ignore[no-untyped-def]
     tl.store(v_ptr + kv_where + depth // 2, turned_high, mask=v_inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
+@triton.jit  # type: ignore[untyped-decorator]
+def _keep_groups(  # type: ignore[no-untyped-def]
+    ranked, num_groups: tl.constexpr, kept: tl.constexpr, top: tl.constexpr, tokens: tl.constexpr, width: tl.constexpr
+):
+    """Minus infinity outside each token's best groups: those with the highest sum of their `top` (1 or 2) best."""
+    size: tl.constexpr = width // num_groups
+    grouped = tl.reshape(ranked, [tokens, num_groups, size])
+    total = tl.max(grouped, 2)
+    if top == 2:
+        first = tl.argmax(grouped, 2, tie_break_left=True)
+        rest = tl.where(tl.arange(0, size)[None, None, :] == first[:, :, None], float("-inf"), grouped)
+        total += tl.max(rest, 2)
+    group = tl.arange(0, num_groups)
+    chosen = tl.zeros([tokens, num_groups], tl.int32)
+    for _ in tl.static_range(kept):
+        here = group[None, :] == tl.argmax(total, 1, tie_break_left=True)[:, None]
+        chosen = tl.where(here, 1, chosen)
+        total = tl.where(here, float("-inf"), total)
+    grouped = tl.where(chosen[:, :, None] > 0, grouped, float("-inf"))
+    return tl.reshape(grouped, [tokens, width])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "factor"])  # type: ignore[untyped-decorator]
 def _route(  # type: ignore[no-untyped-def]
-    logits_ptr, ids_ptr, weights_ptr, num_tokens, normalise: tl.constexpr, num_experts: tl.constexpr, width: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens, factor, sigmoid: tl.constexpr, normalise: tl.constexpr,
+    num_groups: tl.constexpr, kept: tl.constexpr, group_top: tl.constexpr, num_experts: tl.constexpr, width: tl.constexpr,
     k: tl.constexpr, k_width: tl.constexpr, tokens: tl.constexpr,
 ):  # fmt: skip
     token, expert, place = tl.program_id(0) * tokens + tl.arange(0, tokens), tl.arange(0, width), tl.arange(0, k_width)
     known = (expert < num_experts)[None, :]
     inside = (token < num_tokens)[:, None]
     logits = tl.load(logits_ptr + token[:, None] * num_experts + expert[None, :], mask=inside & known, other=0.0).to(tl.float32)
-    logits = tl.where(known, logits, float("-inf"))
-    p = tl.exp(logits - tl.max(logits, 1)[:, None])
-    p = p / tl.sum(p, 1)[:, None]
-    left = tl.where(known, p, -2.0)
+    if sigmoid:
+        p = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        logits = tl.where(known, logits, float("-inf"))
+        p = tl.exp(logits - tl.max(logits, 1)[:, None])
+        p = p / tl.sum(p, 1)[:, None]
+    left = p
+    if bias_ptr is not None:
+        left += tl.load(bias_ptr + expert, mask=expert < num_experts, other=0.0)[None, :]
+    if kept < num_groups:
+        left = _keep_groups(left, num_groups, kept, group_top, tokens, width)
+    left = tl.where(known, left, float("-inf"))
     ids, weights = tl.zeros([tokens, k_width], tl.int32), tl.zeros([tokens, k_width], tl.float32)
     for i in tl.static_range(k):
         best = tl.minimum(tl.argmax(left, 1, tie_break_left=True), num_experts - 1)
         here = expert[None, :] == best[:, None]
         ids = tl.where(place[None, :] == i, best[:, None], ids)
         weights = tl.where(place[None, :] == i, tl.sum(tl.where(here, p, 0.0), 1)[:, None], weights)
-        left = tl.where(here, -1.0, left)
+        left = tl.where(here, float("-inf"), left)
     if normalise:
-        weights = weights / tl.sum(weights, 1)[:, None]
+        weights = weights / (tl.sum(weights, 1)[:, None] + (1e-20 if sigmoid else 0.0))
     where = token[:, None] * k + place[None, :]
     tl.store(ids_ptr + where, ids.to(tl.int64), mask=inside & (place < k)[None, :])
-    tl.store(weights_ptr + where, weights, mask=inside & (place < k)[None, :])
+    tl.store(weights_ptr + where, weights * factor, mask=inside & (place < k)[None, :])
 
 
 class GpuKernels:
@@ -186,10 +217,10 @@ class GpuKernels:
             )
         return q_THD
 
-    def takes_routing(self, routing: Routing, corrected: bool) -> bool:
-        """Softmax over all experts."""
-        grouped = routing.num_kept_groups < routing.num_groups
-        return routing.scoring == "softmax" and routing.scale == 1.0 and not grouped and not corrected
+    def takes_routing(self, routing: Routing) -> bool:
+        """All but groups whose sizes are not powers of two, or that count more than two of their best."""
+        sizes = (routing.num_groups, routing.num_experts // routing.num_groups)
+        return routing.num_kept_groups == routing.num_groups or (routing.group_top <= 2 and all(size.bit_count() == 1 for size in sizes))
 
     def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """ids int64 and weights float32, [T, K]; equal logits rank by expert number."""
@@ -199,9 +230,13 @@ class GpuKernels:
         width = max(16, triton.next_power_of_2(num_experts))
         tokens = max(1, 1024 // width)
         sizes = {"num_experts": num_experts, "width": width, "k": k, "k_width": triton.next_power_of_2(k), "tokens": tokens}
+        groups = {"num_groups": routing.num_groups, "kept": routing.num_kept_groups, "group_top": routing.group_top}
+        # a softmax over the chosen ones is one over all, normalised
+        kind = {"sigmoid": routing.scoring == "sigmoid", "normalise": routing.normalise or routing.scoring == "chosen"}
         if num_tokens:
             grid = (triton.cdiv(num_tokens, tokens),)
-            _route[grid](logits_TE.contiguous(), ids_TK, weights_TK, num_tokens, normalise=routing.normalise, **sizes)
+            where = (logits_TE.contiguous(), bias_E, ids_TK, weights_TK, num_tokens)
+            _route[grid](*where, routing.scale, **kind, **groups, **sizes)
         return ids_TK, weights_TK
 
     def experts(

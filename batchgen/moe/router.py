@@ -14,7 +14,7 @@ def route(arithmetic: Arithmetic, logits_TE: Tensor, routing: Routing, bias_E: T
     """The K best experts of each token, best first: ids_TK int64 and their weights float32. `bias_E`, float32, takes part in the choice
     and not in the weights (DeepSeek-V3)."""
     kernels = arithmetic.kernels
-    if kernels is not None and kernels.takes_routing(routing, bias_E is not None):
+    if kernels is not None and kernels.takes_routing(routing):
         return kernels.route(logits_TE, routing, bias_E)
     ids_TK, weights_TK = arithmetic.tokenwise(_route, logits_TE.float(), routing=routing, bias_E=bias_E)
     return ids_TK, weights_TK
