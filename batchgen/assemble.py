@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from batchgen.config import EngineConfig
+from batchgen.errors import ModelError
 from batchgen.events import ModelFacts
 from batchgen.memory import MemoryPlan, plan_memory
 from batchgen.models.registry import LoadedModel, load_model
@@ -16,6 +17,8 @@ log = logging.getLogger(__name__)
 
 def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, MemoryPlan, ModelFacts]:
     """Load the folder and plan the memory. Raises ModelError and MemoryPlanError."""
+    if config.device.startswith("cuda"):
+        _check_cuda(config.device)
     free_bytes = torch.cuda.mem_get_info(config.device)[0] if config.device.startswith("cuda") else None
     loaded = load_model(config.model, config.dtype, config.device, config.deterministic)
     model = loaded.config
@@ -45,3 +48,10 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
         message_format=tokenizer.message_format if tokenizer else None,
     )
     return loaded, tokenizer, memory, facts
+
+
+def _check_cuda(device: str) -> None:
+    """ModelError when this torch cannot use the device."""
+    count = torch.cuda.device_count()
+    if int(device.partition(":")[2] or 0) >= count:
+        raise ModelError(f"device {device} is not there: torch {torch.__version__} sees {count} CUDA devices", code="no_device")

@@ -1,5 +1,6 @@
 """Engine configuration. In: the user's choices. Out: a validated EngineConfig. Never imports torch."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +43,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype is auto, float32 or bfloat16, got {self.dtype!r}")
+        if not (isinstance(self.device, str) and re.fullmatch(r"cpu|cuda(:\d+)?", self.device)):
+            raise ValueError(f"device is cpu, cuda or cuda:N, got {self.device!r}")
+        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "decision_interval", "max_model_len", "num_threads", "seed"):
+            value = getattr(self, name)
+            if type(value) is not int and (value is not None or name not in ("max_model_len", "num_threads")):
+                raise ValueError(f"{name} is an integer, got {value!r}")
+        for name in ("device_memory_gb", "kv_gb", "host_memory_gb"):
+            value = getattr(self, name)
+            if value is not None and type(value) not in (int, float):
+                raise ValueError(f"{name} is a number or None, got {value!r}")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is a power of two, got {self.page_size}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "decision_interval"):
@@ -49,7 +60,7 @@ class EngineConfig:
                 raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
         for name in ("device_memory_gb", "kv_gb", "host_memory_gb", "max_model_len", "num_threads"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise ValueError(f"{name} is positive or None, got {value}")
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed is an unsigned 64-bit integer, got {self.seed}")

@@ -119,7 +119,9 @@ class Engine:
             raise WeightUpdateError(f"weights version {self._update[0].version} is still waiting to be committed", retryable=True)
         missing = stage.missing()
         if missing:
-            raise WeightUpdateError(f"{len(missing)} tensors of version {stage.version} were not sent: {', '.join(missing[:8])}")
+            names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            hint = "a module's named_parameters() leaves out its buffers, its state_dict() has them"
+            raise WeightUpdateError(f"{len(missing)} tensors of version {stage.version} were not sent: {names}; {hint}")
         self._update = (stage, policy, time.monotonic())
 
     def cancel_commit(self) -> WeightStage | None:

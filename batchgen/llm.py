@@ -1,6 +1,8 @@
 """Offline use: prompts in, groups out, no service. In: ids, text or chat messages. Out: Group per prompt, in order."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from batchgen.events import PromptScored, SampleFinished
 from batchgen.outputs import Group, GroupBuilder, Sample
 from batchgen.request import Request, sample_seed, seed_base
 from batchgen.sampling_params import SamplingParams
-from batchgen.text.prompts import Prompt, prompt_ids, tools_of
+from batchgen.text.prompts import Prompt, as_list, params_of_each, prompt_ids, tools_of
 from batchgen.text.replies import Replies
 
 
@@ -21,10 +23,14 @@ class LLM:
     """An engine and its tokenizer in this process.
 
     `options` are the fields of EngineConfig (dtype, device, device_memory_gb, seed, deterministic, ...).
-    Raises ModelError and MemoryPlanError.
+    Raises ModelError and MemoryPlanError, TypeError for an option that is not there, ValueError for a wrong one.
     """
 
-    def __init__(self, model: str, **options: Any):
+    def __init__(self, model: str | Path, **options: Any):
+        names = [field.name for field in fields(EngineConfig) if field.name != "model"]
+        unknown = [name for name in options if name not in names]
+        if unknown:
+            raise TypeError(f"LLM has no option {unknown[0]!r}; its options are {', '.join(names)}")
         self.engine = Engine(EngineConfig(model=str(model), **options))
         self._num_requests = 0
 
@@ -44,14 +50,9 @@ class LLM:
         `on_sample(prompt index, sample)` is called as each sample finishes. The k-th prompt that this LLM ever got has run seed and
         k as its seed, so a repeated call draws new samples and a repeated program draws the same.
         """
-        if isinstance(prompts, str):
-            raise ValueError("prompts is a list of prompts; wrap a single one in a list")
-        prompts = list(prompts)
+        prompts = as_list(prompts)
+        each = params_of_each(prompts, params)
         tools, kwargs = check_tools(tools), check_template_kwargs(chat_template_kwargs)
-        params = params or SamplingParams()
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling params")
         builders: dict[str, tuple[int, GroupBuilder, Replies]] = {}
         groups: list[Group | None] = [None] * len(prompts)
         for position, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
@@ -96,9 +97,14 @@ class LLM:
         return prompt_ids(self.engine.tokenizer, prompt, check_tools(tools), check_template_kwargs(chat_template_kwargs))
 
     def update_weights(
-        self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], version: int, policy: UpdatePolicy = "finish"
+        self,
+        named_tensors: torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        policy: UpdatePolicy = "finish",
     ) -> None:
         """Replace every weight in place (Hugging Face names). Raises WeightUpdateError and keeps the old weights when anything is wrong."""
+        if isinstance(named_tensors, torch.nn.Module):
+            named_tensors = named_tensors.state_dict()
         stage = self.engine.weights.open(version)
         try:
             for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:

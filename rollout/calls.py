@@ -1,7 +1,7 @@
 """One call of the client API: some prompts and where their results go. In: single results. Out: groups in order, events, a future."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,15 +104,6 @@ class Asks:
         return cls(check_tools(tools), check_template_kwargs(template_kwargs))
 
 
-def check_params(prompts: list[Prompt], params: SamplingParams | list[SamplingParams] | None) -> list[SamplingParams]:
-    """One SamplingParams for each prompt. ValueError when the numbers differ."""
-    if not isinstance(params, list):
-        return [params or SamplingParams()] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling params; give one for all or one for each")
-    return params
-
-
 def encode_prompt(prompt: Prompt) -> tuple[PromptKind, bytes]:
     """(kind, bytes) of a prompt. ProtocolError (code `invalid_prompt`) names what is wrong with it."""
     if isinstance(prompt, str):
@@ -132,10 +123,3 @@ def encode_prompt(prompt: Prompt) -> tuple[PromptKind, bytes]:
     if kind != "ids" and len(encoded) > limits.MAX_TEXT_BYTES:
         raise ProtocolError(f"prompt has {len(encoded)} bytes of text, the wire takes {limits.MAX_TEXT_BYTES}", code="prompt_too_long")
     return kind, encoded
-
-
-def as_list(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """ValueError for a bare string: it is an iterable of prompts by accident only."""
-    if isinstance(prompts, str):
-        raise ValueError("prompts is a list of prompts; wrap a single one in a list")
-    return list(prompts)

@@ -146,7 +146,7 @@ def _service_facts(url: str, key_file: Path | None, timeout_s: float) -> dict[st
         if health.model is not None:
             facts |= {name: getattr(health.model, name) for name in health.model.__struct_fields__}
         for one in health.nodes:
-            state = "serves" if one.serving else "set aside"
+            state = "serves" if one.serving else f"set aside until the next update: holds weights version {one.weights_version}"
             facts[f"node {one.name}"] = f"{state}, {one.outstanding} samples, heard {one.silent_s:.1f} s ago"
         return facts
 

@@ -19,9 +19,9 @@ from batchgen.events import ModelFacts
 from batchgen.outputs import Group
 from batchgen.request import seed_base
 from batchgen.sampling_params import SamplingParams
-from batchgen.text.prompts import Prompt
+from batchgen.text.prompts import Prompt, as_list, params_of_each
 from rollout import admin_wire, limits, sockets, wire
-from rollout.calls import Asks, Call, ProgressCallback, as_list, check_params, encode_prompt
+from rollout.calls import Asks, Call, ProgressCallback, encode_prompt
 from rollout.client_admin import AdminConnection
 from rollout.client_core import ClientCore, OpenRequest
 from rollout.client_link import Link
@@ -284,7 +284,7 @@ class AsyncRolloutClient:
         progress: ProgressCallback | None = None, events: bool = False, tokens: bool = False,
     ) -> Call:  # fmt: skip
         prompts = as_list(prompts)
-        each = check_params(prompts, params)
+        each = params_of_each(prompts, params)
         await self._wait_until_up()
         call = Call(len(prompts), sum(one.n for one in each), progress, events)
         self._calls.add(call)
