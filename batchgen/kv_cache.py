@@ -29,6 +29,10 @@ class PageShape:
         return self.num_heads * (self.key_dim + (0 if self.shares_keys else self.value_dim))
 
 
+HeadSizes = tuple[int, int, int, int]
+"""Query heads, KV heads, size of a value, by how much a key is wider."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
     """All stores of a model, layer by layer."""

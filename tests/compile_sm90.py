@@ -85,7 +85,7 @@ def make_batch(num_rows: int, num_prefill: int) -> PackedBatch:
 
 def compile_attention(kernels: GpuKernels) -> None:
     kv = KVCache(CacheLayout(pages=(PageShape(KV_HEADS, HEAD, HEAD),)), 9, PAGE, torch.bfloat16, "cpu")
-    attention = TritonAttention(KV_HEADS, HEADS // KV_HEADS)
+    attention = TritonAttention(KV_HEADS, HEADS // KV_HEADS, HEAD)
     for num_rows, num_prefill, sharing in ((64, 0, False), (1, 0, False), (4, 2, False), (16, 0, True)):
         batch = make_batch(num_rows, num_prefill)
         if sharing:
@@ -98,6 +98,12 @@ def compile_attention(kernels: GpuKernels) -> None:
             attention.attend(q, kv.stores[0], attention.plan(batch, kv), 0.1, **limits)
         qkv, slots = bfloat16(len(q), (HEADS + 2 * KV_HEADS) * HEAD), torch.zeros(len(q) * KV_HEADS, dtype=torch.int64)
         kernels.place_heads(qkv, (bfloat16(HEAD), bfloat16(HEAD)), 1e-6, torch.empty(len(q), 2, HEAD), slots, *kv.stores[0].rows())
+    latent = KVCache(CacheLayout(pages=(PageShape(1, 576, 512, shares_keys=True),)), 9, PAGE, torch.bfloat16, "cpu")
+    for num_heads in (16, 128):
+        attention = TritonAttention(1, num_heads, 512)
+        for batch in (make_batch(4, 0), make_batch(64, 0), make_batch(4, 2)):
+            q = bfloat16(len(batch.positions_T), 1, num_heads, 576)
+            attention.attend(q, latent.stores[0], attention.plan(batch, latent), 0.1)
     store = kv.stores[0]
     copied = bfloat16(64, KV_HEADS, HEAD), bfloat16(64, KV_HEADS, HEAD)
     paged_attention.copy_pages(store.k_PHSD, store.v_PHSV, torch.zeros(3, 4, dtype=torch.int64), *copied)

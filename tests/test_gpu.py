@@ -16,7 +16,7 @@ from batchgen.draw import draw, greedy
 from batchgen.kernels import sampling
 from batchgen.kernels.experts import _sort_rows
 from batchgen.kernels.gpu import GpuKernels
-from batchgen.kv_cache import KVCache
+from batchgen.kv_cache import CacheLayout, KVCache, PageShape
 from batchgen.models.rotary import Rope, rotary_table
 from batchgen.moe.activation import Activation, gate
 from batchgen.moe.expert_sum import ExpertSum
@@ -105,7 +105,7 @@ def test_attention_over_pages_equals_plain_torch(dtype, heads):
     randomise(kv)
     batch = ragged_batch()
     q_THGd = torch.randn(sum(SIZES), num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
-    fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
+    fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads, head_dim), ReferenceAttention(deterministic=False)
     got = fast.attend(q_THGd, kv.stores[1], fast.plan(batch, kv), 0.3)
     wide = KVCache(plain_layout(*heads[1:]), 150, PAGE_SIZE, torch.float32, DEVICE)
     copy_stores(wide, kv)
@@ -124,7 +124,7 @@ def test_windows_and_sinks_are_those_of_plain_torch(dtype, window, with_sinks, r
     randomise(kv)
     wide = KVCache(plain_layout(2, 32), 400, PAGE_SIZE, torch.float32, DEVICE)
     copy_stores(wide, kv)
-    fast, plain = TritonAttention(2, 3), ReferenceAttention(deterministic=False)
+    fast, plain = TritonAttention(2, 3, 32), ReferenceAttention(deterministic=False)
     batch, pages = (ragged_batch(), []) if rows == "mixed" else batch_with_common_pages()
     limits = {"window": window, "sinks_N": torch.randn(6, device=DEVICE) * 3 if with_sinks else None}
     q_THGd = torch.randn(len(batch.positions_T), 2, 3, 32, device=DEVICE).to(dtype)
@@ -132,6 +132,24 @@ def test_windows_and_sinks_are_those_of_plain_torch(dtype, window, with_sinks, r
     if rows == "sharing":
         share(batch, pages, fast.max_shared_rows)
     near(fast.attend(q_THGd, kv.stores[1], fast.plan(batch, kv), 0.3, **limits), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_heads, depth, extra", [(6, 16, 16), (33, 32, 0), (40, 256, 32)])
+@pytest.mark.parametrize("rows", ["mixed", "decode", "sharing"])
+def test_values_that_are_a_part_of_the_keys_are_attended_to_in_blocks_of_heads(dtype, num_heads, depth, extra, rows):
+    torch.manual_seed(0)
+    layout = CacheLayout(pages=(PageShape(1, depth + extra, depth, shares_keys=True),))
+    kv, wide = (KVCache(layout, 400, PAGE_SIZE, each, DEVICE) for each in (dtype, torch.float32))
+    kv.stores[0].k_PHSD.normal_()
+    wide.stores[0].k_PHSD.copy_(kv.stores[0].k_PHSD)
+    fast, plain = TritonAttention(1, num_heads, depth), ReferenceAttention(deterministic=False)
+    batch, pages = (ragged_batch(), []) if rows == "mixed" else batch_with_common_pages()
+    q_T1NC = torch.randn(len(batch.positions_T), 1, num_heads, depth + extra, device=DEVICE).to(dtype)
+    expected = plain.attend(q_T1NC.float(), wide.stores[0], plain.plan(batch, wide), 0.05)
+    if rows == "sharing" and fast.max_shared_rows >= 3:
+        share(batch, pages, fast.max_shared_rows)
+    near(fast.attend(q_T1NC, kv.stores[0], fast.plan(batch, kv), 0.05), expected)
 
 
 def varlen_attention(q_THd, k_CHd, v_CHd, query_starts, key_starts, max_queries, max_keys, softmax_scale, causal):
@@ -159,7 +177,7 @@ def test_prefill_rows_attend_through_a_flash_attention_package(dtype, installed)
     randomise(kv)
     batch = ragged_batch()
     q_THGd = torch.randn(sum(SIZES), 2, 2, 64, device=DEVICE).to(dtype)
-    with_flash, without = TritonAttention(2, 2, flash), TritonAttention(2, 2)
+    with_flash, without = TritonAttention(2, 2, 64, flash), TritonAttention(2, 2, 64)
     near(
         with_flash.attend(q_THGd, kv.stores[1], with_flash.plan(batch, kv), 0.125),
         without.attend(q_THGd, kv.stores[1], without.plan(batch, kv), 0.125),
@@ -176,7 +194,7 @@ def test_decode_rows_are_split_over_programs_and_read_shared_keys_once(dtype, he
     randomise(kv)
     batch, pages = batch_with_common_pages()
     q_THGd = torch.randn(8, num_kv_heads, num_heads // num_kv_heads, head_dim, device=DEVICE).to(dtype)
-    fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads), ReferenceAttention(deterministic=False)
+    fast, plain = TritonAttention(num_kv_heads, num_heads // num_kv_heads, head_dim), ReferenceAttention(deterministic=False)
     wide = KVCache(plain_layout(*heads[1:]), 400, PAGE_SIZE, torch.float32, DEVICE)
     copy_stores(wide, kv)
     expected = plain.attend(q_THGd.float(), wide.stores[1], plain.plan(batch, wide), 0.3)

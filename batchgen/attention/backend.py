@@ -12,7 +12,7 @@ from torch import Tensor
 from batchgen.arithmetic import Arithmetic
 from batchgen.attention.compiled import CompiledAttention
 from batchgen.attention.reference import ReferenceAttention
-from batchgen.kv_cache import KVCache, Store
+from batchgen.kv_cache import HeadSizes, KVCache, Store
 from batchgen.packing import PackedBatch
 
 log = logging.getLogger(__name__)
@@ -47,21 +47,22 @@ class AttentionBackend(Protocol):
         ...
 
 
-def choose_attention(arithmetic: Arithmetic, heads: tuple[int, int, int] | None, plain: bool) -> AttentionBackend:
-    """The compiled one where there are kernels, the Triton one on a GPU (head sizes that are powers of two), else plain torch.
+def choose_attention(arithmetic: Arithmetic, heads: HeadSizes | None, plain: bool) -> AttentionBackend:
+    """The compiled one where there are kernels, the Triton one on a GPU (sizes that are powers of two), else plain torch.
 
-    `heads`: query heads, KV heads and head size, if all layers that attend have the same and keep keys and values of heads. `plain`: none
-    of them has a window or sinks.
+    `heads`: if all layers that attend have the same. `plain`: they attend to all keys, which are as wide as values, and to nothing else.
     """
     if arithmetic.cpu_kernels is not None:
         return CompiledAttention(arithmetic.cpu_kernels)
-    if arithmetic.device.type == "cuda" and not arithmetic.deterministic and heads and heads[2].bit_count() == 1 and heads[2] >= 16:
+    sizes = [size for size in heads[2:] if size] if heads else []
+    takes = arithmetic.device.type == "cuda" and not arithmetic.deterministic and all(n.bit_count() == 1 and n >= 16 for n in sizes)
+    if heads and takes:
         from batchgen.attention.flash import FlashPrefill
         from batchgen.attention.triton_paged import TritonAttention
 
         log.info("attention: Triton over paged KV")
-        num_heads, num_kv_heads, head_dim = heads
+        num_heads, num_kv_heads, head_dim, _ = heads
         flash = FlashPrefill.load(head_dim) if plain and arithmetic.compute_dtype == torch.bfloat16 else None
-        return TritonAttention(num_kv_heads, num_heads // num_kv_heads, flash)
+        return TritonAttention(num_kv_heads, num_heads // num_kv_heads, head_dim, flash)
     log.info("attention: plain torch")
     return ReferenceAttention(deterministic=arithmetic.deterministic)

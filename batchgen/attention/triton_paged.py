@@ -4,7 +4,8 @@ Decode rows are tiles of one query; where they are few, several programs share a
 common are read once for up to a tile of them, and each row goes on from there. Prefill chunks go through FlashAttention if it is
 installed; else they are cut into tiles of several queries.
 
-Shapes: T tokens, N tiles, B rows, H KV heads, G query heads per KV head, d head size, P pages.
+Shapes: T tokens, N tiles, B rows, H KV heads, G query heads per KV head or block of heads, J such blocks, d or C key size, D or V value
+size, P pages.
 """
 
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from batchgen.packing import PackedBatch
 
 TILE_ROWS = 128
 """Queries times query heads per KV head of a tile of several queries."""
+WIDE_DEPTH, WIDE_TILE_ROWS = 256, 64
+"""From this value size on, tiles have fewer rows: a program holds all its sums."""
 PROGRAMS = 264
 """Programs that keep the device busy: two for each multiprocessor of an H200."""
 MOST_PARTS = 32
@@ -45,10 +48,14 @@ class TritonAttention:
     num_kv_heads: int
     group: int
     """Query heads per KV head."""
+    depth: int
+    """Size of a value."""
     flash: FlashPrefill | None = None
 
     def __post_init__(self) -> None:
-        self.tile_queries = self.max_shared_rows = max(1, TILE_ROWS // self.group)
+        most = TILE_ROWS if self.depth < WIDE_DEPTH else WIDE_TILE_ROWS
+        self.block_heads = max(heads for heads in range(1, most + 1) if self.group % heads == 0)
+        self.tile_queries = self.max_shared_rows = max(1, most // self.block_heads)
 
     def plan(self, batch: PackedBatch, kv: KVCache) -> TritonPlan:
         """Cut the batch into tiles."""
@@ -56,7 +63,7 @@ class TritonAttention:
         table_BP = batch.page_table_BP.contiguous()
         rows_N = torch.arange(num_decode, device=table_BP.device)
         only_decode = len(batch.query_starts) == num_decode + 1
-        parts = min(MOST_PARTS, PROGRAMS // max(1, num_decode * self.num_kv_heads))
+        parts = min(MOST_PARTS, PROGRAMS // max(1, num_decode * self.num_kv_heads * self.group // self.block_heads))
         return TritonPlan(
             positions_T=batch.positions_T,
             shared=None
@@ -98,28 +105,30 @@ class TritonAttention:
         sinks_N: Tensor | None = None,
         chosen_TC: Tensor | None = None,
     ) -> Tensor:
-        """Outputs [T, H * G * d]. `choose_attention` sees to it that no keys are chosen; FlashAttention gets no windows or sinks."""
+        """Outputs [T, H * G * V]. `choose_attention` sees to it that no keys are chosen; FlashAttention gets no windows or sinks."""
         assert chosen_TC is None
-        q_THGd = q_THGd.contiguous()
-        limits: dict[str, Any] = {"window": window, "sinks_N": sinks_N}
+        q_THGd, num_tokens = q_THGd.contiguous(), len(q_THGd)
+        sizes: dict[str, Any] = {"depth": self.depth, "scale": scale}
+        limits: dict[str, Any] = sizes | {"window": window, "sinks_N": sinks_N}
         if isinstance(plan.prefill, FlashPlan) and self.flash is not None and plan.decode is None:
             return self.flash.attend(q_THGd, store, plan.prefill, scale)
-        out_THGd = torch.empty_like(q_THGd)
-        where = (q_THGd, store.k_PHSD, store.v_PHSV, plan.positions_T)
+        q_TJGC = q_THGd.view(num_tokens, -1, self.block_heads, q_THGd.shape[3])
+        out_TJGD = q_TJGC.new_empty(*q_TJGC.shape[:3], self.depth)
+        where = (q_TJGC, store.k_PHSD, None if store.shape.shares_keys else store.v_PHSV, plan.positions_T)
         state: SoftmaxState | None = None
         decode = plan.decode
         if plan.shared is not None and not window:
-            state = attend(*where, plan.shared, scale=scale)
+            state = attend(*where, plan.shared, **sizes)
         elif plan.shared is not None and decode is not None:
             decode = replace(decode, begin_N=None)
         if decode is not None:
-            attend(*where, decode, scale=scale, out_THGD=out_THGd, resume=state, num_parts=plan.num_parts, **limits)
+            attend(*where, decode, out_TJGD=out_TJGD, resume=state, num_parts=plan.num_parts, **limits)
         if isinstance(plan.prefill, FlashPlan) and self.flash is not None:
             prefilled_CX = self.flash.attend(q_THGd, store, plan.prefill, scale)
-            out_THGd.view(len(q_THGd), -1)[plan.prefill.first_token :] = prefilled_CX
+            out_TJGD.view(num_tokens, -1)[plan.prefill.first_token :] = prefilled_CX
         elif isinstance(plan.prefill, Tiles):
-            attend(*where, plan.prefill, scale=scale, out_THGD=out_THGd, **limits)
-        return out_THGd.view(len(q_THGd), -1)
+            attend(*where, plan.prefill, out_TJGD=out_TJGD, **limits)
+        return out_TJGD.view(num_tokens, -1)
 
 
 def _cut(batch: PackedBatch, table_BP: Tensor, tile_queries: int) -> Tiles:

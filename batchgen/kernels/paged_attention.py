@@ -3,9 +3,10 @@
 A tile holds up to `queries` tokens that see the same pages, and all query heads that share a KV head; its keys stream once, with a
 running softmax in float32 (Dao et al. 2022). A window limits keys to a token's last ones; a sink is a score without a value. The state
 of that softmax can be kept and taken up again: for keys that several rows share (the prompt of a group), and for keys split over several
-programs, whose states are merged.
+programs, whose states are merged. Keys may be a latent whose first columns are the values, with `extra` columns behind them.
 
-Shapes: T tokens, N tiles, P pages, H KV heads, G query heads per KV head, S slots of a page, D head size, X parts of a row's keys.
+Shapes: T tokens, N tiles, P pages, H KV heads, J blocks of query heads, G query heads of a block, S slots of a page, C key size,
+D value size, X parts of a row's keys.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from torch import Tensor
 
 MIN_DOT_ROWS = 16
 """Least rows of a `tl.dot` operand."""
+LARGE_TILE = 32768
+"""Sums of a program that take eight warps to hold."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,17 +43,17 @@ class Tiles:
 class SoftmaxState:
     """Unfinished attention of every token, in X parts."""
 
-    sums_XTHGD: Tensor
+    sums_XTJGD: Tensor
     """float32"""
-    stats_2XTHG: Tensor
+    stats_2XTJG: Tensor
     """float32: largest score in base 2, sum of weights."""
 
     @classmethod
-    def empty(cls, num_parts: int, q_THGD: Tensor) -> "SoftmaxState":
-        shape = (num_parts, *q_THGD.shape)
+    def empty(cls, num_parts: int, q_TJGC: Tensor, depth: int) -> "SoftmaxState":
+        shape = (num_parts, *q_TJGC.shape[:-1])
         return cls(
-            sums_XTHGD=torch.empty(shape, dtype=torch.float32, device=q_THGD.device),
-            stats_2XTHG=torch.empty(2, *shape[:-1], dtype=torch.float32, device=q_THGD.device),
+            sums_XTJGD=torch.empty(*shape, depth, dtype=torch.float32, device=q_TJGC.device),
+            stats_2XTJG=torch.empty(2, *shape, dtype=torch.float32, device=q_TJGC.device),
         )
 
 
@@ -71,8 +74,8 @@ def _copy_pages(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _take_block(  # type: ignore[no-untyped-def]
-    q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads: tl.constexpr, depth: tl.constexpr,
-    page_size: tl.constexpr, block: tl.constexpr, masked: tl.constexpr, window: tl.constexpr,
+    q, q_extra, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, kv_heads: tl.constexpr, depth: tl.constexpr,
+    extra: tl.constexpr, page_size: tl.constexpr, block: tl.constexpr, masked: tl.constexpr, window: tl.constexpr,
 ):  # fmt: skip
     d, offset = tl.arange(0, depth), tl.arange(0, block)
     key = start + offset
@@ -82,13 +85,20 @@ def _take_block(  # type: ignore[no-untyped-def]
         page = tl.load(pages + start // page_size + offset // page_size)
     else:
         page = tl.load(pages + key // page_size)
-    where = ((page * num_heads + head) * page_size + key % page_size)[:, None] * depth + d[None, :]
-    if masked:
-        k = tl.load(k_ptr + where, mask=(key < high)[:, None], other=0.0)
-        v = tl.load(v_ptr + where, mask=(key < high)[:, None], other=0.0)
+    slot = ((page * kv_heads + head) * page_size + key % page_size)[:, None]
+    where = slot * (depth + extra) + d[None, :]
+    inside = (key < high)[:, None]
+    k = tl.load(k_ptr + where, mask=inside, other=0.0) if masked else tl.load(k_ptr + where)
+    if v_ptr is None:
+        v = k
     else:
-        k, v = tl.load(k_ptr + where), tl.load(v_ptr + where)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        v = tl.load(v_ptr + slot * depth + d[None, :], mask=inside, other=0.0) if masked else tl.load(v_ptr + slot * depth + d[None, :])
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if extra > 0:
+        beyond = k_ptr + slot * (depth + extra) + depth + tl.arange(0, extra)[None, :]
+        k_extra = tl.load(beyond, mask=inside, other=0.0) if masked else tl.load(beyond)
+        scores = tl.dot(q_extra, tl.trans(k_extra), scores, input_precision="ieee")
+    scores *= scale
     if masked:
         seen = (key < high)[None, :] & (key[None, :] <= position[:, None])
         if window > 0:
@@ -105,20 +115,23 @@ def _take_block(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["table_width", "state_size"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, positions_ptr, first_ptr, count_ptr, row_ptr, begin_ptr, end_ptr, from_sums_ptr,
-    from_stats_ptr, sums_ptr, stats_ptr, sinks_ptr, table_width, state_size, scale, num_heads: tl.constexpr, group: tl.constexpr,
-    queries: tl.constexpr, window: tl.constexpr,
-    rows: tl.constexpr, depth: tl.constexpr, page_size: tl.constexpr, block: tl.constexpr, parts: tl.constexpr, keep: tl.constexpr,
+    from_stats_ptr, sums_ptr, stats_ptr, sinks_ptr, table_width, state_size, scale, num_blocks: tl.constexpr, kv_heads: tl.constexpr,
+    group: tl.constexpr, queries: tl.constexpr, window: tl.constexpr, rows: tl.constexpr, depth: tl.constexpr, extra: tl.constexpr,
+    page_size: tl.constexpr, block: tl.constexpr, parts: tl.constexpr, keep: tl.constexpr,
 ):  # fmt: skip
-    tile, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, block_of_heads, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head = block_of_heads * kv_heads // num_blocks
     row = tl.arange(0, rows)
     query = row // group
     count = tl.minimum(tl.load(count_ptr + tile), queries)
     valid = query < count
     token = tl.load(first_ptr + tile) + query
     d = tl.arange(0, depth)
-    head_row = (token * num_heads + head) * group + row % group
+    head_row = (token * num_blocks + block_of_heads) * group + row % group
     where = head_row[:, None] * depth + d[None, :]
-    q = tl.load(q_ptr + where, mask=valid[:, None], other=0.0)
+    q_where = q_ptr + head_row[:, None] * (depth + extra)
+    q = tl.load(q_where + d[None, :], mask=valid[:, None], other=0.0)
+    q_extra = tl.load(q_where + depth + tl.arange(0, extra)[None, :], mask=valid[:, None], other=0.0) if extra > 0 else 0.0
     position = tl.load(positions_ptr + token, mask=valid, other=-1)
     low, high = tl.zeros_like(tl.max(position, 0)), tl.max(position, 0) + 1
     if end_ptr is not None:
@@ -146,11 +159,49 @@ def _attend(  # type: ignore[no-untyped-def]
         whole += tl.maximum(tl.minimum(lowest + 1, high) - low, 0) // block * block
     for start in range(low, whole, block):
         most, total, sums = _take_block(
-            q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads, depth, page_size, block, False, 0
+            q,
+            q_extra,
+            k_ptr,
+            v_ptr,
+            pages,
+            start,
+            high,
+            position,
+            head,
+            scale,
+            most,
+            total,
+            sums,
+            kv_heads,
+            depth,
+            extra,
+            page_size,
+            block,
+            False,
+            0,
         )
     for start in range(whole, high, block):
         most, total, sums = _take_block(
-            q, k_ptr, v_ptr, pages, start, high, position, head, scale, most, total, sums, num_heads, depth, page_size, block, True, window
+            q,
+            q_extra,
+            k_ptr,
+            v_ptr,
+            pages,
+            start,
+            high,
+            position,
+            head,
+            scale,
+            most,
+            total,
+            sums,
+            kv_heads,
+            depth,
+            extra,
+            page_size,
+            block,
+            True,
+            window,
         )
     if keep:
         tl.store(stats_ptr + part * state_size + head_row, most, mask=valid)
@@ -158,7 +209,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(sums_ptr + part.to(tl.int64) * state_size * depth + where, sums, mask=valid[:, None])
     else:
         if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head * group + row % group) * 1.4426950408889634
+            sink = tl.load(sinks_ptr + block_of_heads * group + row % group) * 1.4426950408889634
             highest = tl.maximum(most, sink)
             shrink = tl.exp2(most - highest)
             total = total * shrink + tl.exp2(sink - highest)
@@ -196,36 +247,38 @@ def copy_pages(k_PHSD: Tensor, v_PHSD: Tensor, pages_3N: Tensor, k_CHD: Tensor, 
 
 
 def attend(
-    q_THGD: Tensor,
-    k_PHSD: Tensor,
-    v_PHSD: Tensor,
+    q_TJGC: Tensor,
+    k_PHSC: Tensor,
+    v_PHSD: Tensor | None,
     positions_T: Tensor,
     tiles: Tiles,
     *,
+    depth: int,
     scale: float,
-    out_THGD: Tensor | None = None,
+    out_TJGD: Tensor | None = None,
     resume: SoftmaxState | None = None,
     num_parts: int = 1,
     window: int = 0,
     sinks_N: Tensor | None = None,
 ) -> SoftmaxState | None:
-    """Attention of the tiles' tokens. Head sizes are powers of two.
+    """Attention of the tiles' tokens. `depth`, the size of values, is a power of two, and so is what keys have beyond it. Without
+    `v_PHSD`, values are the first columns of the keys. H divides J.
 
-    Fills those tokens of `out_THGD`; without it, returns the state, for `resume` (of one part). `num_parts` programs share a tile's keys;
+    Fills those tokens of `out_TJGD`; without it, returns the state, for `resume` (of one part). `num_parts` programs share a tile's keys;
     then the tiles cover all tokens. `sinks_N` (float32) count where outputs are made.
     """
-    num_tokens, num_heads, group, depth = q_THGD.shape
-    keep = num_parts > 1 or out_THGD is None
-    state = SoftmaxState.empty(num_parts, q_THGD) if keep else None
-    size = num_tokens * num_heads * group
+    num_tokens, num_blocks, group, key_dim = q_TJGC.shape
+    keep = num_parts > 1 or out_TJGD is None
+    state = SoftmaxState.empty(num_parts, q_TJGC, depth) if keep else None
+    size = num_tokens * num_blocks * group
     rows = max(MIN_DOT_ROWS, triton.next_power_of_2(tiles.queries * group))
-    fits = depth * k_PHSD.element_size() <= 256  # some blocks of keys and values, in shared memory
+    fits = depth * k_PHSC.element_size() <= 256  # some blocks of keys and values, in shared memory
     is_decode = rows == MIN_DOT_ROWS
-    _attend[(len(tiles.first_N), num_heads, num_parts)](
-        q_THGD,
-        k_PHSD,
+    _attend[(len(tiles.first_N), num_blocks, num_parts)](
+        q_TJGC,
+        k_PHSC,
         v_PHSD,
-        out_THGD,
+        out_TJGD,
         tiles.table,
         positions_T,
         tiles.first_N,
@@ -233,30 +286,32 @@ def attend(
         tiles.row_N,
         tiles.begin_N,
         tiles.end_N,
-        resume.sums_XTHGD if resume else None,
-        resume.stats_2XTHG if resume else None,
-        state.sums_XTHGD if state else None,
-        state.stats_2XTHG if state else None,
+        resume.sums_XTJGD if resume else None,
+        resume.stats_2XTJG if resume else None,
+        state.sums_XTJGD if state else None,
+        state.stats_2XTJG if state else None,
         sinks_N,
         tiles.table.shape[1],
         size,
         scale,
-        num_heads=num_heads,
+        num_blocks=num_blocks,
+        kv_heads=k_PHSC.shape[1],
         group=group,
         queries=tiles.queries,
         window=window,
         rows=rows,
         depth=depth,
-        page_size=k_PHSD.shape[2],
+        extra=key_dim - depth,
+        page_size=k_PHSC.shape[2],
         block=64 if is_decode and fits else 32,
         parts=num_parts,
         keep=keep,
-        num_warps=4,
+        num_warps=8 if rows * depth >= LARGE_TILE else 4,
         num_stages=2 if is_decode or not fits else 4,
     )
-    if state is None or out_THGD is None:
+    if state is None or out_TJGD is None:
         return state
     width = triton.next_power_of_2(num_parts)
-    sizes = {"heads": num_heads * group, "parts": num_parts, "width": width, "depth": depth}
-    _merge[(size,)](state.sums_XTHGD, state.stats_2XTHG, sinks_N, out_THGD, size, **sizes, num_warps=1)
+    sizes = {"heads": num_blocks * group, "parts": num_parts, "width": width, "depth": depth}
+    _merge[(size,)](state.sums_XTJGD, state.stats_2XTJG, sinks_N, out_TJGD, size, **sizes, num_warps=1)
     return None

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.kv_cache import CacheLayout, PageShape
+from batchgen.kv_cache import CacheLayout, HeadSizes, PageShape
 from batchgen.models.pass_context import Pass, RotaryTables
 from batchgen.models.scope import RmsNorm, Scope
 from batchgen.moe.expert_sum import ExpertSum
@@ -27,8 +27,8 @@ class MixerSpec(Protocol):
     @property
     def states(self) -> tuple[tuple[int, ...], ...]: ...
     @property
-    def heads(self) -> tuple[int, int, int] | None:
-        """Query heads, KV heads and head size of attention that keeps keys and values of heads; None of anything else."""
+    def heads(self) -> HeadSizes | None:
+        """Of attention to whatever keys it has in its first store; None of anything else."""
         ...
 
     @property
@@ -133,8 +133,8 @@ class ModelConfig:
         )
 
     @property
-    def heads(self) -> tuple[int, int, int] | None:
-        """Query heads, KV heads and head size, if every layer that attends has these."""
+    def heads(self) -> HeadSizes | None:
+        """If every layer that attends has the same."""
         kinds = {layer.mixer.heads for layer in self.layers if layer.mixer.pages}
         return kinds.pop() if len(kinds) == 1 else None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.kv_cache import PageShape
+from batchgen.kv_cache import HeadSizes, PageShape
 from batchgen.models.config import ConfigReader, check_sizes
 from batchgen.models.pass_context import Pass, RotaryTables
 from batchgen.models.rotary import Rope, read_rope
@@ -63,8 +63,8 @@ class GroupedQuery:
         return ()
 
     @property
-    def heads(self) -> tuple[int, int, int] | None:
-        return self.num_heads, self.num_kv_heads, self.head_dim
+    def heads(self) -> HeadSizes:
+        return self.num_heads, self.num_kv_heads, self.head_dim, 0
 
     @property
     def plain(self) -> bool:

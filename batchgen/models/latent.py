@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.kv_cache import PageShape
+from batchgen.kv_cache import HeadSizes, PageShape
 from batchgen.models.config import ConfigReader, check_sizes
 from batchgen.models.indexer import Indexer, IndexerSpec
 from batchgen.models.pass_context import Pass, RotaryTables
@@ -50,7 +50,6 @@ class Latent:
     """It sees the keys that the last layer with an indexer chose; with neither, all."""
 
     states: ClassVar[tuple[tuple[int, ...], ...]] = ()
-    heads: ClassVar[None] = None
     plain: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -64,6 +63,10 @@ class Latent:
     def pages(self) -> tuple[PageShape, ...]:
         latent = PageShape(1, self.kv_rank + self.rope_dim, self.kv_rank, shares_keys=True)
         return (latent,) if self.indexer is None else (latent, *self.indexer.pages)
+
+    @property
+    def heads(self) -> HeadSizes | None:
+        return None if self.indexer is not None or self.shares_choice else (self.num_heads, 1, self.kv_rank, self.rope_dim)
 
     @property
     def scale(self) -> float:
