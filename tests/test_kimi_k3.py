@@ -85,7 +85,7 @@ def test_a_trainers_tensors_under_the_checkpoints_names_are_an_update(tmp_path, 
         ({"hidden_act": "silu"}, "hidden_act is 'silu'"),
         ({"attn_res_block_size": 0}, "block_size is a positive integer"),
         ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
-        ({"head_dim": "wide"}, "key_dim is a positive integer"),
+        ({"head_dim": "wide"}, "head_dim is a positive integer"),
     ],
 )
 def test_a_config_that_asks_for_something_else_is_refused(tmp_path, changes, message):

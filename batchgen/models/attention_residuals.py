@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchgen.models.config import Layer, check_sizes
+from batchgen.models.config import Layer
 from batchgen.models.pass_context import Pass
 from batchgen.models.scope import RmsNorm, Scope
 from batchgen.moe.expert_sum import ExpertSum
@@ -23,9 +23,6 @@ class AttentionResiduals:
     """`block_size`: layers of a block."""
 
     block_size: int
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "block_size")
 
     def build(self, scope: Scope, num_layers: int) -> "BlockSums":
         """`scope`: the decoder's."""

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from batchgen.errors import ModelError
 from batchgen.kv_cache import CacheLayout, HeadSizes, PageShape
 from batchgen.models.pass_context import Pass, RotaryTables
+from batchgen.models.reader import MAX_TABLE, ConfigReader
 from batchgen.models.scope import RmsNorm, Scope
 from batchgen.moe.expert_sum import ExpertSum
 
@@ -119,11 +119,6 @@ class ModelConfig:
     ignored: tuple[str, ...] = ()
     """Prefixes of tensors that checkpoints bring and this engine does not use, such as layers for multi-token prediction."""
 
-    def __post_init__(self) -> None:
-        check_sizes(self, "vocab_size", "hidden_size", "max_position_embeddings")
-        if not self.layers:
-            raise ModelError("config.json: num_hidden_layers is a positive integer, got 0")
-
     @property
     def cache_layout(self) -> CacheLayout:
         """What sequences leave behind on the device, layer by layer."""
@@ -157,69 +152,6 @@ class ModelConfig:
         return max(layer.feed_forward.num_experts_per_tok for layer in self.layers)
 
 
-def check_sizes(config: Any, *names: str) -> None:
-    """ModelError unless these fields are positive integers."""
-    for name in names:
-        value = getattr(config, name)
-        if type(value) is not int or value < 1:
-            raise ModelError(f"config.json: {name} is a positive integer, got {value!r}")
-
-
-class ConfigReader:
-    """Typed access to config.json with errors that name the key."""
-
-    def __init__(self, values: dict[str, Any]):
-        self.values = values
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """Value of the first of `names` that is present; several names because transformers renamed keys."""
-        for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
-        if default is None:
-            raise ModelError(f"config.json has no {' or '.join(names)}; the folder is not a complete Hugging Face checkpoint")
-        return default
-
-    def refuse(self, name: str, allowed: tuple[Any, ...]) -> None:
-        """Raise when the key asks for something that this family does not compute."""
-        value = self.values.get(name)
-        if value not in (None, *allowed):
-            raise ModelError(f"config.json: {name} is {value!r}; supported: {', '.join(map(repr, allowed))}")
-
-    def nested(self, name: str) -> "ConfigReader":
-        """The object under `name`, with what it lacks taken from this one."""
-        inner = self.get(name)
-        if not isinstance(inner, dict):
-            raise ModelError(f"config.json: {name} is an object, got {inner!r:.200}")
-        return ConfigReader({key: value for key, value in self.values.items() if key != name} | inner)
-
-    @property
-    def num_layers(self) -> int:
-        """Positive."""
-        value = self.get("num_hidden_layers")
-        if type(value) is not int or value < 1:
-            raise ModelError(f"config.json: num_hidden_layers is a positive integer, got {value!r}")
-        return value
-
-    def per_layer(self, name: str, known: tuple[str, ...]) -> list[str] | None:
-        """A list with one of the known words for each layer; None if it is absent."""
-        words = self.values.get(name)
-        if words is None:
-            return None
-        if not isinstance(words, list) or len(words) < self.num_layers or not set(words) <= set(known):
-            raise ModelError(f"config.json: {name} holds {', '.join(known)} for each of {self.num_layers} layers, got {words!r:.200}")
-        return words[: self.num_layers]
-
-
-def refuse_short_window(values: dict[str, Any]) -> None:
-    """ModelError if attention is limited to a window shorter than the context."""
-    window, longest = values.get("sliding_window"), values.get("max_position_embeddings") or 0
-    if window and window < longest:
-        raise ModelError(
-            f"config.json: sliding_window is {window}, shorter than the context of {longest}; only whole contexts are attended to"
-        )
-
-
 def read_decoder(
     reader: ConfigReader, generation: dict[str, Any], *, layers: list[LayerConfig], hidden_act: str = "silu", **family: Any
 ) -> ModelConfig:
@@ -229,15 +161,15 @@ def read_decoder(
     """
     reader.refuse("hidden_act", (hidden_act,))
     reader.refuse("use_sliding_window", (False,))
-    eos = ConfigReader(generation).get("eos_token_id", default=reader.get("eos_token_id", default=[]))
+    eos = ConfigReader(generation).integers("eos_token_id", default=reader.integers("eos_token_id", default=[]))
     fields: dict[str, Any] = {
-        "vocab_size": reader.get("vocab_size"),
-        "hidden_size": reader.get("hidden_size"),
+        "vocab_size": reader.integer("vocab_size", most=MAX_TABLE),
+        "hidden_size": reader.integer("hidden_size"),
         "layers": tuple(layers),
-        "rms_norm_eps": reader.get("rms_norm_eps", default=1e-6),
-        "max_position_embeddings": reader.get("max_position_embeddings", "model_max_length"),
-        "tie_word_embeddings": reader.get("tie_word_embeddings", default=False),
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else (eos,),
+        "rms_norm_eps": reader.number("rms_norm_eps", default=1e-6),
+        "max_position_embeddings": reader.context,
+        "tie_word_embeddings": reader.flag("tie_word_embeddings"),
+        "eos_token_ids": tuple(eos),
         "dtype": str(reader.get("dtype", "torch_dtype", default="float32")),
     }
     return ModelConfig(**(fields | family))

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.config import LayerConfig, ModelConfig, read_decoder
 from batchgen.models.feed_forward import dense_first, read_moe
 from batchgen.models.latent import read_latent
+from batchgen.models.reader import ConfigReader
 
 ARCHITECTURE = "DeepseekV2ForCausalLM"
 
@@ -19,11 +20,11 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
     moe = read_moe(
         reader,
         normalise=False,
-        num_groups=reader.get("n_group") if grouped else 1,
-        num_kept_groups=reader.get("topk_group") if grouped else 1,
-        scale=reader.get("routed_scaling_factor", default=1.0),
+        num_groups=reader.count("n_group") if grouped else 1,
+        num_kept_groups=reader.count("topk_group") if grouped else 1,
+        scale=reader.number("routed_scaling_factor", default=1.0),
         wide_router=True,
-        shared_width=reader.get("moe_intermediate_size") * reader.get("n_shared_experts", default=0),
+        shared_width=reader.integer("moe_intermediate_size") * reader.count("n_shared_experts", default=0, least=0),
     )
     mixer = read_latent(reader)
     layers = [LayerConfig(mixer=mixer, feed_forward=each) for each in dense_first(reader, moe)]

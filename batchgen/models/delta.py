@@ -17,7 +17,6 @@ from batchgen.arithmetic import Arithmetic
 from batchgen.attention import delta
 from batchgen.errors import ModelError
 from batchgen.kv_cache import PageShape
-from batchgen.models.config import check_sizes
 from batchgen.models.pass_context import Pass, RotaryTables
 from batchgen.models.scope import Linear, Scope
 
@@ -36,9 +35,11 @@ class DeltaSizes:
     num_taps: int
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "num_taps")
         if self.num_value_heads % self.num_key_heads:
-            raise ModelError(f"config.json: {self.num_value_heads} value heads are not a multiple of {self.num_key_heads} key heads")
+            raise ModelError(
+                f"config.json: {self.num_value_heads} value heads (linear_num_value_heads) are not a multiple of {self.num_key_heads} key "
+                "heads (linear_num_key_heads)"
+            )
 
     @property
     def channels(self) -> list[int]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
-from batchgen.models.config import ConfigReader, FeedForwardSpec, check_sizes
+from batchgen.models.config import FeedForwardSpec
+from batchgen.models.reader import ConfigReader
 from batchgen.models.scope import Linear, RmsNorm, Scope
 from batchgen.moe.activation import SILU, Activation
 from batchgen.moe.expert_sum import ExpertSum
@@ -33,9 +34,6 @@ class Dense:
 
     num_experts: ClassVar[int] = 0
     num_experts_per_tok: ClassVar[int] = 0
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "intermediate_size")
 
     def build(self, scope: Scope) -> "DenseLayer":
         """The layer under `mlp`."""
@@ -98,9 +96,6 @@ class Moe:
     latent_norm: bool = False
     names: MoeNames = field(default_factory=MoeNames)
 
-    def __post_init__(self) -> None:
-        check_sizes(self, "moe_intermediate_size")
-
     @property
     def num_experts(self) -> int:
         return self.routing.num_experts
@@ -117,32 +112,32 @@ class Moe:
 def read_moe(reader: ConfigReader, **family: Any) -> Moe:
     """What most families name alike, and `family`'s own fields, which win; `num_experts`, `scoring` and the like are the routing's."""
     routing: dict[str, Any] = {
-        "num_experts_per_tok": reader.get("num_experts_per_tok", "num_experts_per_token"),
-        "normalise": reader.get("norm_topk_prob", default=False),
+        "num_experts_per_tok": reader.count("num_experts_per_tok", "num_experts_per_token"),
+        "normalise": reader.flag("norm_topk_prob"),
     }
     names = Routing.__slots__
     routing |= {name: value for name, value in family.items() if name in names}
     if "num_experts" not in routing:
-        routing["num_experts"] = reader.get("num_experts", "num_local_experts", "n_routed_experts")
+        routing["num_experts"] = reader.count("num_experts", "num_local_experts", "n_routed_experts")
     fields = {name: value for name, value in family.items() if name not in names}
-    fields.setdefault("moe_intermediate_size", reader.get("moe_intermediate_size", "intermediate_size"))
+    fields.setdefault("moe_intermediate_size", reader.integer("moe_intermediate_size", "intermediate_size"))
     return Moe(routing=Routing(**routing), **fields)
 
 
 def sparse_layers(reader: ConfigReader, moe: Moe) -> list[FeedForwardSpec]:
     """Experts in every layer, but for those that `mlp_only_layers` and `decoder_sparse_step` make dense (Qwen)."""
-    step, dense = reader.get("decoder_sparse_step", default=1), reader.get("mlp_only_layers", default=[])
+    step, dense = reader.count("decoder_sparse_step", default=1), reader.integers("mlp_only_layers", default=[])
     is_sparse = [(i + 1) % step == 0 and i not in dense for i in range(reader.num_layers)]
-    return [moe if sparse else Dense(intermediate_size=reader.get("intermediate_size")) for sparse in is_sparse]
+    return [moe if sparse else Dense(intermediate_size=reader.integer("intermediate_size")) for sparse in is_sparse]
 
 
 def dense_first(reader: ConfigReader, moe: Moe, **dense: Any) -> list[FeedForwardSpec]:
     """Experts in every layer but the first ones: `mlp_layer_types`, or `first_k_dense_replace` of them (DeepSeek), with these fields."""
     reader.refuse("moe_layer_freq", (1,))
     types = reader.per_layer("mlp_layer_types", ("dense", "sparse"))
-    num_dense = reader.get("first_k_dense_replace", default=0)
+    num_dense = reader.count("first_k_dense_replace", default=0, least=0)
     is_dense = [i < num_dense for i in range(reader.num_layers)] if types is None else [kind == "dense" for kind in types]
-    return [Dense(intermediate_size=reader.get("intermediate_size"), **dense) if first else moe for first in is_dense]
+    return [Dense(intermediate_size=reader.integer("intermediate_size"), **dense) if first else moe for first in is_dense]
 
 
 class MoeLayer:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.models.config import ConfigReader, LayerConfig, MixerSpec, ModelConfig, read_decoder
+from batchgen.models.config import LayerConfig, MixerSpec, ModelConfig, read_decoder
 from batchgen.models.deepseek_v3 import read_experts
 from batchgen.models.delta import KimiDelta
 from batchgen.models.feed_forward import dense_first
@@ -13,6 +13,7 @@ from batchgen.models.hyper_connections import HyperConnections
 from batchgen.models.indexer import read_indexer
 from batchgen.models.kimi_linear import linear_config, read_sizes
 from batchgen.models.latent import read_latent
+from batchgen.models.reader import MAX_NUMBER, ConfigReader
 from batchgen.moe.activation import Activation
 
 ARCHITECTURE = "Glm5NextForConditionalGeneration"
@@ -24,7 +25,7 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
     reader = ConfigReader(values).nested("text_config")
     reader.refuse("index_kpool_always_select_tail", (True,))
     reader.refuse("qk_rope_head_dim", (0,))
-    limited = Activation("limited", b=reader.get("swiglu_limit"))
+    limited = Activation("limited", b=reader.number("swiglu_limit"))
     moe = replace(read_experts(reader), activation=limited)
     prefix = "model.language_model"
     num_layers = reader.num_layers
@@ -37,7 +38,7 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
             for mixer, each in zip(_read_mixers(reader), dense_first(reader, moe, activation=limited), strict=True)
         ],
         residuals=HyperConnections(
-            num_streams=reader.get("hc_mult"), num_iterations=reader.get("hc_sinkhorn_iters"), eps=reader.get("hc_eps")
+            num_streams=reader.count("hc_mult"), num_iterations=reader.count("hc_sinkhorn_iters"), eps=reader.number("hc_eps")
         ),
         prefix=prefix,
         ignored=("model.visual.", f"{prefix}.layers.{num_layers}."),
@@ -46,9 +47,13 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
 
 def _read_mixers(reader: ConfigReader) -> list[MixerSpec]:
     own = linear_config(reader)
-    linear = KimiDelta(sizes=read_sizes(reader), bound=own.get("gate_lower_bound", "linear_lower_bound", default=-5.0), flat_rates=True)
-    indexer = read_indexer(reader, rope=None, interleaved=False, pool=reader.get("index_kpool"))
-    full = read_latent(reader, rope=None, norm_eps=reader.get("rms_norm_eps"), indexer=indexer)
+    linear = KimiDelta(
+        sizes=read_sizes(reader),
+        bound=own.number("gate_lower_bound", "linear_lower_bound", default=-5.0, above=-MAX_NUMBER, below=0.0),
+        flat_rates=True,
+    )
+    indexer = read_indexer(reader, rope=None, interleaved=False, pool=reader.count("index_kpool"))
+    full = read_latent(reader, rope=None, norm_eps=reader.number("rms_norm_eps"), indexer=indexer)
     shared = replace(full, indexer=None, shares_choice=True)
     types = reader.per_layer("layer_types", LAYER_TYPES)
     if types is None:

@@ -4,10 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.models.config import ConfigReader, MixerSpec, ModelConfig
+from batchgen.models.config import MixerSpec, ModelConfig
 from batchgen.models.deepseek_v3 import read_deepseek
 from batchgen.models.indexer import read_indexer
 from batchgen.models.latent import read_latent
+from batchgen.models.reader import ConfigReader
 from batchgen.models.rotary import read_rope
 
 ARCHITECTURE = "GlmMoeDsaForCausalLM"
@@ -16,7 +17,7 @@ ARCHITECTURE = "GlmMoeDsaForCausalLM"
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a GLM-5 config.json and generation_config.json."""
     reader = ConfigReader(values)
-    rope = read_rope(values, default_theta=10000.0)
+    rope = read_rope(reader, default_theta=10000.0)
     full = read_latent(reader, rope=rope, indexer=read_indexer(reader, rope, interleaved=True))
     shared = replace(full, indexer=None, shares_choice=True)
     types = read_indexer_types(reader)
@@ -32,7 +33,7 @@ def read_indexer_types(reader: ConfigReader) -> list[str]:
         return words
     if (pattern := reader.values.get("index_topk_pattern")) is not None:
         letters = {"F": "full", "S": "shared"}
-        reader = ConfigReader(reader.values | {"index_topk_pattern": [letters.get(each, each) for each in pattern]})
+        reader = ConfigReader(reader.values | {"index_topk_pattern": [letters.get(each, each) for each in map(str, pattern)]})
         return reader.per_layer("index_topk_pattern", ("full", "shared")) or []
-    period, offset = max(reader.get("index_topk_freq", default=1), 1), reader.get("index_skip_topk_offset", default=2)
+    period, offset = max(reader.count("index_topk_freq", default=1, least=0), 1), reader.count("index_skip_topk_offset", default=2, least=0)
     return ["shared" if max(i - offset + 1, 0) % period else "full" for i in range(reader.num_layers)]

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.config import LayerConfig, ModelConfig, read_decoder
 from batchgen.models.feed_forward import MoeNames, read_moe
 from batchgen.models.grouped_query import read_grouped_query
+from batchgen.models.reader import MAX_TABLE, ConfigReader
 from batchgen.models.rotary import read_rope
 from batchgen.moe.activation import Activation
 
@@ -15,13 +16,13 @@ ARCHITECTURE = "GptOssForCausalLM"
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a GPT-OSS config.json and generation_config.json."""
     reader = ConfigReader(values)
-    full = read_grouped_query(reader, rope=read_rope(values, default_theta=150000.0), sinks=True)
-    windowed = replace(full, window=reader.get("sliding_window", default=0))
+    full = read_grouped_query(reader, rope=read_rope(reader, default_theta=150000.0), sinks=True)
+    windowed = replace(full, window=reader.integer("sliding_window", default=0, least=0, most=MAX_TABLE))
     moe = read_moe(
         reader,
-        moe_intermediate_size=reader.get("intermediate_size"),
+        moe_intermediate_size=reader.integer("intermediate_size"),
         scoring="chosen",
-        activation=Activation("clamped", reader.get("swiglu_alpha", default=1.702), reader.get("swiglu_limit", default=7.0)),
+        activation=Activation("clamped", reader.number("swiglu_alpha", default=1.702), reader.number("swiglu_limit", default=7.0)),
         biased=True,
         names=MoeNames(router="router"),
     )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.kv_cache import HeadSizes, PageShape
-from batchgen.models.config import ConfigReader, check_sizes
 from batchgen.models.pass_context import Pass, RotaryTables
+from batchgen.models.reader import ConfigReader
 from batchgen.models.rotary import Rope, read_rope
 from batchgen.models.scope import Linear, RmsNorm, Scope
 
@@ -46,12 +46,15 @@ class GroupedQuery:
     """The output is multiplied by the sigmoid of a gate, which the query projection also computes, head by head."""
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "num_kv_heads", "head_dim")
         if self.num_heads % self.num_kv_heads:
-            raise ModelError(f"config.json: {self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
+            raise ModelError(
+                f"config.json: {self.num_heads} query heads (num_attention_heads) are not a multiple of {self.num_kv_heads} KV heads "
+                "(num_key_value_heads)"
+            )
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise ModelError(
-                f"config.json: {self.rotary_dim} of {self.head_dim} dimensions of a head (head_dim) are rotated; it takes an even number"
+                f"config.json: {self.rotary_dim} of {self.head_dim} dimensions of a head (head_dim, partial_rotary_factor) are rotated; it "
+                "takes an even number"
             )
 
     @property
@@ -78,18 +81,18 @@ class GroupedQuery:
 
 def read_grouped_query(reader: ConfigReader, **family: Any) -> GroupedQuery:
     """What all families name alike, and `family`'s own fields, which win."""
-    num_heads = reader.get("num_attention_heads")
-    head_dim = reader.get("head_dim", default=reader.get("hidden_size") // max(1, num_heads))
+    num_heads = reader.count("num_attention_heads")
+    head_dim = reader.integer("head_dim", default=max(1, reader.integer("hidden_size") // num_heads))
     fields: dict[str, Any] = {
         "num_heads": num_heads,
-        "num_kv_heads": reader.get("num_key_value_heads", default=num_heads),
+        "num_kv_heads": reader.count("num_key_value_heads", default=num_heads),
         "head_dim": head_dim,
         "rotary_dim": head_dim,
-        "qkv_bias": reader.get("attention_bias", default=False),
-        "output_bias": reader.get("attention_bias", default=False),
+        "qkv_bias": reader.flag("attention_bias"),
+        "output_bias": reader.flag("attention_bias"),
     }
     if "rope" not in family:
-        fields["rope"] = read_rope(reader.values, default_theta=10000.0)
+        fields["rope"] = read_rope(reader, default_theta=10000.0)
     return GroupedQuery(**(fields | family))
 
 

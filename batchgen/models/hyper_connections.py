@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from batchgen.models.config import Layer, check_sizes
+from batchgen.models.config import Layer
 from batchgen.models.pass_context import Pass
 from batchgen.models.scope import RmsNorm, Scope
 from batchgen.moe.expert_sum import ExpertSum
@@ -27,9 +27,6 @@ class HyperConnections:
     num_iterations: int
     """Of the Sinkhorn-Knopp algorithm."""
     eps: float
-
-    def __post_init__(self) -> None:
-        check_sizes(self, "num_streams", "num_iterations")
 
     def build(self, scope: Scope, num_layers: int) -> "Streams":
         """`scope`: the decoder's."""

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from batchgen.attention.choice import choose_keys, choose_pools
 from batchgen.errors import ModelError
 from batchgen.kv_cache import PageShape
-from batchgen.models.config import ConfigReader, check_sizes
 from batchgen.models.pass_context import Pass
+from batchgen.models.reader import ConfigReader
 from batchgen.models.rotary import Rope
 from batchgen.models.scope import Linear, Scope
 
@@ -40,7 +40,6 @@ class IndexerSpec:
     always seen (GLM-5.3-Flash)."""
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "head_dim", "top_k", "pool")
         if self.top_k % self.pool:
             raise ModelError(f"config.json: index_topk is {self.top_k}, not a multiple of index_kpool, {self.pool}")
         if self.rope_dim > self.head_dim:
@@ -54,11 +53,11 @@ class IndexerSpec:
 def read_indexer(reader: ConfigReader, rope: Rope | None, interleaved: bool, pool: int = 1) -> IndexerSpec:
     """As DeepSeek-V3.2 and GLM-5 name it."""
     return IndexerSpec(
-        num_heads=reader.get("index_n_heads"),
-        head_dim=reader.get("index_head_dim"),
-        top_k=reader.get("index_topk"),
+        num_heads=reader.count("index_n_heads"),
+        head_dim=reader.integer("index_head_dim"),
+        top_k=reader.integer("index_topk"),
         rope=rope,
-        rope_dim=reader.get("qk_rope_head_dim"),
+        rope_dim=reader.integer("qk_rope_head_dim", least=0),
         interleaved=interleaved,
         pool=pool,
     )

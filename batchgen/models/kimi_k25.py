@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, ModelConfig
+from batchgen.models.config import ModelConfig
 from batchgen.models.deepseek_v3 import read_deepseek
 from batchgen.models.latent import read_latent
+from batchgen.models.reader import ConfigReader
 
 ARCHITECTURE = "KimiK25ForConditionalGeneration"
 RENAMED = (
@@ -18,7 +19,7 @@ RENAMED = (
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Kimi-K2.5 config.json and generation_config.json."""
     reader = ConfigReader(values).nested("text_config")
-    mixer = read_latent(reader, interleaved=reader.get("rope_interleave", default=True))
+    mixer = read_latent(reader, interleaved=reader.flag("rope_interleave", default=True))
     return read_deepseek(
         reader,
         generation,

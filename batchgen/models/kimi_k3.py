@@ -3,11 +3,12 @@
 from typing import Any
 
 from batchgen.models.attention_residuals import AttentionResiduals
-from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.config import LayerConfig, ModelConfig, read_decoder
 from batchgen.models.delta import KimiDelta
 from batchgen.models.feed_forward import dense_first
 from batchgen.models.kimi_linear import linear_config, read_experts, read_mixers, read_sizes
 from batchgen.models.latent import read_latent
+from batchgen.models.reader import MAX_NUMBER, ConfigReader
 from batchgen.moe.activation import Activation
 
 ARCHITECTURE = "KimiK3ForConditionalGeneration"
@@ -22,26 +23,25 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
     own, sizes = linear_config(reader), read_sizes(reader)
     linear = KimiDelta(
         sizes=sizes,
-        bound=own.values.get("gate_lower_bound"),
-        wide_gate=own.get("use_full_rank_gate", default=False),
+        bound=own.number("gate_lower_bound", above=-MAX_NUMBER, below=0.0) if own.has("gate_lower_bound") else None,
+        wide_gate=own.flag("use_full_rank_gate"),
         num_rates=max(NUM_STORED_RATES, sizes.num_value_heads),
         flat_rates=True,
     )
-    full = read_latent(reader, rope=None, gated=reader.get("mla_use_output_gate", default=False))
-    situ = Activation("situ", reader.get("activation_situ_beta"), reader.get("activation_situ_linear_beta"))
-    latent_size = reader.get("routed_expert_hidden_size", default=0)
-    latent_norm = latent_size > 0 and reader.get("latent_moe_use_norm", default=False)
+    full = read_latent(reader, rope=None, gated=reader.flag("mla_use_output_gate"))
+    situ = Activation("situ", reader.number("activation_situ_beta"), reader.number("activation_situ_linear_beta"))
+    latent_size = reader.integer("routed_expert_hidden_size", default=0, least=0)
+    latent_norm = latent_size > 0 and reader.flag("latent_moe_use_norm")
     moe = read_experts(reader, activation=situ, latent_size=latent_size, latent_norm=latent_norm)
     feed_forwards = dense_first(reader, moe, activation=situ)
     mixers = read_mixers(reader, full=full, linear=linear)
-    block_size = reader.values.get("attn_res_block_size")
     return read_decoder(
         reader,
         generation,
         architecture=ARCHITECTURE,
         layers=[LayerConfig(mixer=mixer, feed_forward=each) for mixer, each in zip(mixers, feed_forwards, strict=True)],
         hidden_act="situ",
-        residuals=None if block_size is None else AttentionResiduals(block_size=block_size),
+        residuals=AttentionResiduals(block_size=reader.integer("attn_res_block_size")) if reader.has("attn_res_block_size") else None,
         prefix="language_model.model",
         head="language_model.lm_head",
         ignored=("vision_tower.", "mm_projector."),

@@ -3,10 +3,11 @@
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.models.config import ConfigReader, LayerConfig, MixerSpec, ModelConfig, read_decoder
+from batchgen.models.config import LayerConfig, MixerSpec, ModelConfig, read_decoder
 from batchgen.models.delta import DeltaSizes, KimiDelta
 from batchgen.models.feed_forward import Moe, MoeNames, dense_first, read_moe
 from batchgen.models.latent import read_latent
+from batchgen.models.reader import ConfigReader
 
 ARCHITECTURE = "KimiLinearForCausalLM"
 NAMES = MoeNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
@@ -24,17 +25,19 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
 
 def linear_config(reader: ConfigReader) -> ConfigReader:
     """`linear_attn_config`; transformers writes its fields side by side with the others."""
-    return reader.nested("linear_attn_config") if reader.values.get("linear_attn_config") else reader
+    return reader.nested("linear_attn_config") if reader.has("linear_attn_config") else reader
 
 
 def read_sizes(reader: ConfigReader) -> DeltaSizes:
     """Sizes of the KDA layers."""
-    inner, own = reader.values.get("linear_attn_config"), linear_config(reader)
+    own = linear_config(reader)
     head_dim, num_heads, num_taps = (
-        ("head_dim", "num_heads", "short_conv_kernel_size") if inner else ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+        ("head_dim", "num_heads", "short_conv_kernel_size")
+        if reader.has("linear_attn_config")
+        else ("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
     )
-    size, heads = own.get(head_dim), own.get(num_heads)
-    return DeltaSizes(num_key_heads=heads, num_value_heads=heads, key_dim=size, value_dim=size, num_taps=own.get(num_taps))
+    size, heads = own.integer(head_dim), own.count(num_heads)
+    return DeltaSizes(num_key_heads=heads, num_value_heads=heads, key_dim=size, value_dim=size, num_taps=own.count(num_taps))
 
 
 def read_mixers(reader: ConfigReader, full: MixerSpec, linear: MixerSpec) -> list[MixerSpec]:
@@ -43,7 +46,7 @@ def read_mixers(reader: ConfigReader, full: MixerSpec, linear: MixerSpec) -> lis
     if types is not None:
         return [full if kind == "full_attention" else linear for kind in types]
     own = linear_config(reader)
-    numbers = dict.fromkeys(own.get("full_attn_layers"), full) | dict.fromkeys(own.get("kda_layers"), linear)
+    numbers = dict.fromkeys(own.integers("full_attn_layers"), full) | dict.fromkeys(own.integers("kda_layers"), linear)
     if set(numbers) != set(range(1, reader.num_layers + 1)):
         raise ModelError(
             f"config.json: full_attn_layers and kda_layers of linear_attn_config name layers 1..{reader.num_layers} once each, "
@@ -57,16 +60,16 @@ def read_experts(reader: ConfigReader, **family: Any) -> Moe:
     reader.refuse("moe_router_activation_func", ("sigmoid",))
     return read_moe(
         reader,
-        num_experts=reader.get("num_experts", "num_local_experts"),
-        normalise=reader.get("moe_renormalize", "norm_topk_prob", default=True),
+        num_experts=reader.count("num_experts", "num_local_experts"),
+        normalise=reader.flag("moe_renormalize", "norm_topk_prob", default=True),
         scoring="sigmoid",
-        num_groups=reader.get("num_expert_group", "n_group", default=1),
-        num_kept_groups=reader.get("topk_group", default=1),
+        num_groups=reader.count("num_expert_group", "n_group", default=1),
+        num_kept_groups=reader.count("topk_group", default=1),
         group_top=2,
-        scale=reader.get("routed_scaling_factor", default=1.0),
+        scale=reader.number("routed_scaling_factor", default=1.0),
         corrected=True,
         wide_router=True,
-        shared_width=reader.get("moe_intermediate_size") * reader.get("num_shared_experts", "n_shared_experts", default=0),
+        shared_width=reader.integer("moe_intermediate_size") * reader.count("num_shared_experts", "n_shared_experts", default=0, least=0),
         names=NAMES,
         **family,
     )

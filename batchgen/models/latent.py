@@ -15,9 +15,9 @@ from torch import Tensor
 
 from batchgen.errors import ModelError
 from batchgen.kv_cache import HeadSizes, PageShape
-from batchgen.models.config import ConfigReader, check_sizes
 from batchgen.models.indexer import Indexer, IndexerSpec
 from batchgen.models.pass_context import Pass, RotaryTables
+from batchgen.models.reader import ConfigReader
 from batchgen.models.rotary import Rope, read_rope
 from batchgen.models.scope import Linear, RmsNorm, Scope
 
@@ -53,10 +53,9 @@ class Latent:
     plain: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, "num_heads", "kv_rank", "nope_dim", "value_dim")
         if self.indexer is not None and self.q_rank is None:
             raise ModelError("config.json: q_lora_rank is null; the indexer takes its queries from that latent")
-        if self.rope_dim % 2 or self.rope_dim < 0:
+        if self.rope_dim % 2:
             raise ModelError(f"config.json: qk_rope_head_dim is {self.rope_dim}; it takes an even number")
 
     @property
@@ -87,16 +86,16 @@ class Latent:
 def read_latent(reader: ConfigReader, **family: Any) -> Latent:
     """What all families name alike, and `family`'s own fields, which win."""
     fields: dict[str, Any] = {
-        "num_heads": reader.get("num_attention_heads"),
-        "q_rank": reader.values.get("q_lora_rank"),
-        "kv_rank": reader.get("kv_lora_rank"),
-        "nope_dim": reader.get("qk_nope_head_dim"),
-        "rope_dim": reader.get("qk_rope_head_dim"),
-        "value_dim": reader.get("v_head_dim"),
-        "bias": reader.get("attention_bias", default=False),
+        "num_heads": reader.count("num_attention_heads"),
+        "q_rank": reader.integer("q_lora_rank") if reader.has("q_lora_rank") else None,
+        "kv_rank": reader.integer("kv_lora_rank"),
+        "nope_dim": reader.integer("qk_nope_head_dim"),
+        "rope_dim": reader.integer("qk_rope_head_dim", least=0),
+        "value_dim": reader.integer("v_head_dim"),
+        "bias": reader.flag("attention_bias"),
     }
     if "rope" not in family:
-        fields["rope"] = read_rope(reader.values, default_theta=10000.0)
+        fields["rope"] = read_rope(reader, default_theta=10000.0)
     return Latent(**(fields | family))
 
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.config import LayerConfig, ModelConfig, read_decoder
 from batchgen.models.feed_forward import Dense
 from batchgen.models.grouped_query import read_grouped_query
+from batchgen.models.reader import ConfigReader
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -12,6 +13,6 @@ ARCHITECTURE = "LlamaForCausalLM"
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Llama config.json and generation_config.json."""
     reader = ConfigReader(values)
-    feed_forward = Dense(intermediate_size=reader.get("intermediate_size"), bias=reader.get("mlp_bias", default=False))
+    feed_forward = Dense(intermediate_size=reader.integer("intermediate_size"), bias=reader.flag("mlp_bias"))
     layer = LayerConfig(mixer=read_grouped_query(reader), feed_forward=feed_forward)
     return read_decoder(reader, generation, architecture=ARCHITECTURE, layers=[layer] * reader.num_layers)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.config import LayerConfig, ModelConfig, read_decoder
 from batchgen.models.feed_forward import MoeNames, read_moe
 from batchgen.models.grouped_query import read_grouped_query
+from batchgen.models.reader import ConfigReader
 from batchgen.models.rotary import read_rope, read_rotary_dim
 
 ARCHITECTURE = "MiniMaxM2ForCausalLM"
@@ -16,11 +17,11 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
     reader.refuse("use_qk_norm", (True,))
     reader.refuse("qk_norm_type", ("per_layer",))
     reader.refuse("scoring_func", ("sigmoid",))
-    head_dim = reader.get("head_dim")
+    head_dim = reader.integer("head_dim")
     mixer = read_grouped_query(
         reader,
-        rope=read_rope(values, default_theta=5e6, partial=True),
-        rotary_dim=read_rotary_dim(values, head_dim),
+        rope=read_rope(reader, default_theta=5e6, partial=True),
+        rotary_dim=read_rotary_dim(reader, head_dim),
         qk_norm="projection",
         qkv_bias=False,
         output_bias=False,

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder, refuse_short_window
+from batchgen.models.config import LayerConfig, ModelConfig, read_decoder
 from batchgen.models.feed_forward import MoeNames, read_moe
 from batchgen.models.grouped_query import read_grouped_query
+from batchgen.models.reader import ConfigReader
 
 ARCHITECTURE = "MixtralForCausalLM"
 
@@ -12,7 +13,7 @@ ARCHITECTURE = "MixtralForCausalLM"
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
     """ModelConfig of a Mixtral config.json and generation_config.json."""
     reader = ConfigReader(values)
-    refuse_short_window(values)
+    reader.refuse_short_window()
     moe = read_moe(reader, normalise=True, names=MoeNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"))
     layer = LayerConfig(mixer=read_grouped_query(reader), feed_forward=moe)
     return read_decoder(reader, generation, architecture=ARCHITECTURE, layers=[layer] * reader.num_layers)

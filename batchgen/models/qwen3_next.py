@@ -3,10 +3,11 @@
 from typing import Any
 
 from batchgen.errors import ModelError
-from batchgen.models.config import ConfigReader, LayerConfig, ModelConfig, read_decoder
+from batchgen.models.config import LayerConfig, ModelConfig, read_decoder
 from batchgen.models.delta import DeltaSizes, GatedDeltaNet
 from batchgen.models.feed_forward import MoeNames, read_moe, sparse_layers
 from batchgen.models.grouped_query import read_grouped_query
+from batchgen.models.reader import ConfigReader
 from batchgen.models.rotary import read_rope, read_rotary_dim
 
 ARCHITECTURE = "Qwen3NextForCausalLM"
@@ -18,8 +19,8 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
     reader = ConfigReader({"partial_rotary_factor": 0.25} | values)
     full = read_grouped_query(
         reader,
-        rope=read_rope(reader.values, default_theta=10000.0, partial=True),
-        rotary_dim=read_rotary_dim(reader.values, reader.get("head_dim")),
+        rope=read_rope(reader, default_theta=10000.0, partial=True),
+        rotary_dim=read_rotary_dim(reader, reader.integer("head_dim")),
         qk_norm="head",
         norm_offset=1.0,
         gated=True,
@@ -28,23 +29,23 @@ def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConf
         raise ModelError("config.json: attention_bias is true; supported: false")
     linear = GatedDeltaNet(
         sizes=DeltaSizes(
-            num_key_heads=reader.get("linear_num_key_heads"),
-            num_value_heads=reader.get("linear_num_value_heads"),
-            key_dim=reader.get("linear_key_head_dim"),
-            value_dim=reader.get("linear_value_head_dim"),
-            num_taps=reader.get("linear_conv_kernel_dim"),
+            num_key_heads=reader.count("linear_num_key_heads"),
+            num_value_heads=reader.count("linear_num_value_heads"),
+            key_dim=reader.integer("linear_key_head_dim"),
+            value_dim=reader.integer("linear_value_head_dim"),
+            num_taps=reader.count("linear_conv_kernel_dim"),
         )
     )
     moe = read_moe(
         reader,
-        normalise=reader.get("norm_topk_prob", default=True),
-        shared_width=reader.get("shared_expert_intermediate_size"),
+        normalise=reader.flag("norm_topk_prob", default=True),
+        shared_width=reader.integer("shared_expert_intermediate_size"),
         shared_gate=True,
         names=MoeNames(shared="shared_expert"),
     )
     types = reader.per_layer("layer_types", LAYER_TYPES)
     if types is None:
-        every = reader.get("full_attention_interval", default=4)
+        every = reader.count("full_attention_interval", default=4)
         types = [LAYER_TYPES[(i + 1) % every == 0] for i in range(reader.num_layers)]
     layers = [
         LayerConfig(mixer=full if kind == "full_attention" else linear, feed_forward=each)

@@ -81,10 +81,11 @@ class LoadedModel:
 
 def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     """The folder's configuration; ModelError for an architecture that is not known."""
-    names = checkpoint.config.get("architectures") or [None]
-    family = FAMILIES.get(str(names[0]).replace("_", ""))  # transformers writes Kimi_K25, the hub has KimiK25
+    names = checkpoint.config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    family = FAMILIES.get(str(name).replace("_", ""))  # transformers writes Kimi_K25, the hub has KimiK25
     if family is None:
-        raise ModelError(f"{checkpoint.folder} has architecture {names[0]!r}; known: {', '.join(sorted(FAMILIES))}")
+        raise ModelError(f"{checkpoint.folder}/config.json: architectures is {name!r:.100}; known: {', '.join(sorted(FAMILIES))}")
     return family.read_config(checkpoint.config, checkpoint.generation_config)
 
 

@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from batchgen.errors import ModelError
+from batchgen.models.reader import MAX_TABLE, ConfigReader
 
 TYPES = ("default", "linear", "llama3", "yarn")
+NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+MSCALES = ("mscale", "mscale_all_dim")
+"""Absent, too, if they are 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,37 +39,40 @@ class Rope:
     truncate: bool = True
 
 
-def read_rope(values: dict[str, Any], default_theta: float, partial: bool = False) -> Rope:
+def read_rope(reader: ConfigReader, default_theta: float, partial: bool = False) -> Rope:
     """Rope of a config.json, under its new (`rope_parameters`) or old (`rope_theta`, `rope_scaling`) names. `partial`: the family may
     rotate a part of each head, see `read_rotary_dim`."""
-    fields = _rope_fields(values)
-    kind = fields.get("rope_type") or fields.get("type") or "default"
+    own = _rope_fields(reader)
+    kind = own.get("rope_type", "type", default="default")
     if kind not in TYPES:
-        raise ModelError(f"config.json: rope_type is {kind!r}; supported: {', '.join(TYPES)}")
-    if not partial and _partial_factor(values) != 1.0:
+        raise ModelError(f"config.json: rope_type is {kind!r:.100}; supported: {', '.join(TYPES)}")
+    if not partial and own.number("partial_rotary_factor", default=1.0) != 1.0:
         raise ModelError("config.json: partial_rotary_factor is set; this family rotates whole heads")
-    known = {name: fields[name] for name in Rope.__slots__ if fields.get(name) is not None and name not in ("theta", "type")}
-    needed = {"default": (), "linear": ("factor",), "llama3": ("factor",), "yarn": ("factor",)}[kind]
-    missing = [name for name in needed if name not in known]
-    if missing:
-        raise ModelError(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
+    theta = own.number("rope_theta", default=default_theta, above=1.0)
+    if kind == "default":
+        return Rope(theta=theta)
+    names = [*filter(own.has, NUMBERS), *(name for name in MSCALES if own.values.get(name)), "factor"]
+    fields: dict[str, Any] = {name: own.number(name) for name in names}
     if kind in ("llama3", "yarn"):
-        known.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))
-    theta = fields.get("rope_theta") or values.get("rope_theta") or default_theta
-    return Rope(theta=float(theta), type=kind, **known)
+        stretched = own.integer("original_max_position_embeddings", "max_position_embeddings", most=MAX_TABLE)
+        fields |= {"original_max_position_embeddings": stretched, "truncate": own.flag("truncate", default=True)}
+    rope = Rope(theta=theta, type=kind, **fields)
+    if rope.low_freq_factor >= rope.high_freq_factor:
+        raise ModelError(f"config.json: low_freq_factor is {rope.low_freq_factor}, not below high_freq_factor, {rope.high_freq_factor}")
+    return rope
 
 
-def read_rotary_dim(values: dict[str, Any], head_dim: int) -> int:
+def read_rotary_dim(reader: ConfigReader, head_dim: int) -> int:
     """Dimensions of a head that are rotated: `rotary_dim`, or the part of it that `partial_rotary_factor` says."""
-    return values.get("rotary_dim") or int(head_dim * _partial_factor(values))
+    if reader.has("rotary_dim"):
+        return reader.integer("rotary_dim")
+    return int(head_dim * _rope_fields(reader).number("partial_rotary_factor", default=1.0))
 
 
-def _rope_fields(values: dict[str, Any]) -> dict[str, Any]:
-    return dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-
-
-def _partial_factor(values: dict[str, Any]) -> float:
-    return float(_rope_fields(values).get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0)
+def _rope_fields(reader: ConfigReader) -> ConfigReader:
+    """What is said of positions, with what is lacking taken from the whole."""
+    name = next((each for each in ("rope_parameters", "rope_scaling") if reader.values.get(each)), None)
+    return reader if name is None else reader.nested(name)
 
 
 def rotary_table(max_positions: int, head_dim: int, rope: Rope, device: torch.device) -> Tensor:

@@ -26,12 +26,17 @@ class Routing:
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ModelError(f"config.json: {self.num_experts_per_tok} experts per token out of {self.num_experts} experts")
+            raise ModelError(
+                f"config.json: {self.num_experts_per_tok} experts per token (num_experts_per_tok) out of {self.num_experts} experts"
+            )
         if self.num_groups < 1 or self.num_experts % self.num_groups or not 1 <= self.num_kept_groups <= self.num_groups:
             raise ModelError(
-                f"config.json: {self.num_experts} experts cannot be routed within {self.num_kept_groups} of {self.num_groups} groups"
+                f"config.json: {self.num_experts} experts cannot be routed within {self.num_kept_groups} (topk_group) of {self.num_groups} "
+                "groups (n_group)"
             )
         if self.num_kept_groups * (self.num_experts // self.num_groups) < self.num_experts_per_tok:
-            raise ModelError(f"config.json: {self.num_kept_groups} groups hold fewer than {self.num_experts_per_tok} experts per token")
+            raise ModelError(
+                f"config.json: {self.num_kept_groups} groups (topk_group) hold fewer than {self.num_experts_per_tok} experts per token"
+            )
         if self.num_groups > self.num_kept_groups and self.num_experts // self.num_groups < self.group_top:
-            raise ModelError(f"config.json: groups of {self.num_experts // self.num_groups} experts are too small to be ranked")
+            raise ModelError(f"config.json: groups of {self.num_experts // self.num_groups} experts (n_group) are too small to be ranked")
