@@ -32,6 +32,8 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
         vocab_size=model.vocab_size,
         device_free_bytes=free_bytes,
     )
+    if config.host_memory_gb is not None:
+        log.warning("host_memory_gb has no effect: KV that must make room is computed again, none is kept on the host")
     log.info("memory plan:\n%s", memory.table())
     facts = ModelFacts(
         name=Path(config.model).resolve().name,

@@ -22,7 +22,7 @@ class EngineConfig:
     kv_gb: float | None = None
     """GB for KV pages. None: what is left of device_memory_gb, else 1 GB on CPU."""
     host_memory_gb: float | None = None
-    """GB of host memory the engine may use for overflowing KV and staged weights. None: unlimited."""
+    """Has no effect but a warning: KV that must make room is computed again, none is kept on the host."""
     seed: int = 0
     """Run seed: base of every sample's seed unless the request brings its own."""
     deterministic: bool = False

@@ -53,6 +53,11 @@ def test_a_cuda_device_that_is_not_there_is_told(folder):
     assert error.value.code == "no_device"
 
 
+def test_an_option_without_effect_says_so(folder, caplog):
+    LLM(folder, **OPTIONS, host_memory_gb=8)
+    assert "host_memory_gb has no effect" in caplog.text
+
+
 @pytest.mark.parametrize("single", ["hi", [1, 2, 3], [TURN], ChatPrompt(messages=[TURN])])
 def test_a_single_prompt_outside_a_list_is_refused(llm, single):
     with pytest.raises(ValueError, match="got a single one; wrap it in a list"):

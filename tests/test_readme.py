@@ -5,12 +5,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from batchgen import SamplingParams
+from batchgen import EngineConfig, Group, Sample, SamplingParams
 from rollout.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -80,10 +81,28 @@ def test_the_command_table_is_complete() -> None:
     assert set(re.findall(r"^\| `rollout (\w+)` \|", README, re.MULTILINE)) == names
 
 
-def test_the_sampling_table_names_every_field_with_its_default() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", README, re.MULTILINE))
-    defaults = SamplingParams()
-    assert rows == {name: repr(getattr(defaults, name)) for name in SamplingParams.__struct_fields__}
+def section(title: str) -> str:
+    """A section's text."""
+    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    ("title", "defaults"),
+    [
+        ("Sampling parameters", {name: getattr(SamplingParams(), name) for name in SamplingParams.__struct_fields__}),
+        ("Engine options", {field.name: field.default for field in fields(EngineConfig) if field.name != "model"}),
+    ],
+)
+def test_the_tables_of_options_name_every_field_with_its_default(title: str, defaults: dict[str, object]) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section(title), re.MULTILINE))
+    assert rows == {name: repr(default) for name, default in defaults.items()}
+
+
+def test_the_table_of_results_names_every_attribute() -> None:
+    names = re.findall(r"^\| `(\w+)` \|", section("Results"), re.MULTILINE)
+    assert names == [*(name for name in Sample.__struct_fields__ if name != "reply"), "message"]
+    mentioned = section("Results").partition("\n|")[0]
+    assert all(f"`{name}`" in mentioned for name in Group.__struct_fields__ if name not in ("request_id", "logprobs_mode"))
 
 
 def test_every_file_named_in_the_readme_exists() -> None:

@@ -6,11 +6,13 @@ import msgspec
 import pytest
 from fake_engine import VOCAB, FakeEngine, fake_tokens
 from rollout_kit import QUICK, RawPeer, in_loop, node, running, service, until
+from typer.testing import CliRunner
 
 from batchgen.request import sample_seed, seed_base
 from batchgen.sampling_params import SamplingParams
 from rollout import wire
 from rollout.batches import encode_ids
+from rollout.cli import app
 from rollout.client import AsyncRolloutClient
 from rollout.errors import ConnectError, DeadlineError
 from rollout.limits import ServiceLimits
@@ -223,6 +225,8 @@ async def test_a_node_with_older_weights_gets_no_work():
         await client.generate([[1]] * 32, SamplingParams(max_tokens=2))
         old = next(each for each in one.health().nodes if each.name == "old")
         assert not old.serving and one.health().weights_version == 3
+        told = await asyncio.to_thread(CliRunner().invoke, app, ["check", one.url])
+        assert "set aside until the next update: holds weights version 0" in told.output
 
 
 @in_loop

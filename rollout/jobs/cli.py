@@ -41,7 +41,7 @@ def run_command(
     window: Annotated[int, typer.Option(help="Samples in flight.")] = 1024,
     retries: Annotated[int, typer.Option(help="Further attempts after an error that may pass.")] = 2,
     row_timeout: Annotated[float, typer.Option(help="Seconds after which a row is an error row.")] = 3600.0,
-    max_error_rate: Annotated[float, typer.Option(help="Stop when more than this share of the rows failed; 1 never stops.")] = 0.5,
+    max_error_rate: Annotated[float, typer.Option(help="Stop when, of 200 rows or more, a larger share failed; 1 never stops.")] = 0.5,
     dtype: Annotated[str, typer.Option(help="Embedded engine: auto, float32 or bfloat16.")] = "auto",
     device: Annotated[str, typer.Option(help="Embedded engine: cpu, cuda or cuda:N.")] = "cpu",
     kv_gb: Annotated[float | None, typer.Option(help="Embedded engine: GB of KV pages.")] = None,
