@@ -55,35 +55,40 @@ class LLM:
         tools, kwargs = check_tools(tools), check_template_kwargs(chat_template_kwargs)
         builders: dict[str, tuple[int, GroupBuilder, Replies]] = {}
         groups: list[Group | None] = [None] * len(prompts)
-        for position, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
-            request_id = str(self._num_requests)
-            self._num_requests += 1
-            base = seed_base(self.engine.config.seed, request_id, wanted)
-            ids: list[int] = []
-            try:
-                ids = prompt_ids(self.engine.tokenizer, prompt, tools, kwargs)
-                self.engine.submit(
-                    Request(
-                        request_id=request_id, prompt_token_ids=ids, params=wanted, sample_indices=list(range(wanted.n)), seed_base=base
+        try:
+            for position, (prompt, wanted) in enumerate(zip(prompts, each, strict=True)):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                base = seed_base(self.engine.config.seed, request_id, wanted)
+                ids: list[int] = []
+                try:
+                    ids = prompt_ids(self.engine.tokenizer, prompt, tools, kwargs)
+                    self.engine.submit(
+                        Request(
+                            request_id=request_id, prompt_token_ids=ids, params=wanted, sample_indices=list(range(wanted.n)), seed_base=base
+                        )
                     )
-                )
-            except RequestError as error:
-                groups[position] = _error_group(request_id, ids, wanted, base, error.info())
-                continue
-            replies = Replies(self.engine.tokenizer, ids, tools_of(prompt, tools))
-            builders[request_id] = (position, GroupBuilder(request_id, ids, wanted.n, wanted.logprobs_mode), replies)
-        while builders:
-            for event in self.engine.step():
-                if isinstance(event, SampleFinished) and event.request_id in builders:
-                    position, builder, replies = builders[event.request_id]
-                    replies.attach(event.sample)
-                    if builder.add(event.sample, event.num_cached_tokens):
-                        groups[position] = builders.pop(event.request_id)[1].group
-                    if on_sample is not None:
-                        on_sample(position, event.sample)
-                elif isinstance(event, PromptScored) and event.request_id in builders:
-                    group = builders[event.request_id][1].group
-                    group.prompt_logprobs, group.prompt_top_logprobs = event.prompt_logprobs, event.prompt_top_logprobs
+                except RequestError as error:
+                    groups[position] = _error_group(request_id, ids, wanted, base, error.info())
+                    continue
+                replies = Replies(self.engine.tokenizer, ids, tools_of(prompt, tools))
+                builders[request_id] = (position, GroupBuilder(request_id, ids, wanted.n, wanted.logprobs_mode), replies)
+            while builders:
+                for event in self.engine.step():
+                    if isinstance(event, SampleFinished) and event.request_id in builders:
+                        position, builder, replies = builders[event.request_id]
+                        replies.attach(event.sample)
+                        if builder.add(event.sample, event.num_cached_tokens):
+                            groups[position] = builders.pop(event.request_id)[1].group
+                        if on_sample is not None:
+                            on_sample(position, event.sample)
+                    elif isinstance(event, PromptScored) and event.request_id in builders:
+                        group = builders[event.request_id][1].group
+                        group.prompt_logprobs, group.prompt_top_logprobs = event.prompt_logprobs, event.prompt_top_logprobs
+        except BaseException:  # Ctrl-C too: what nobody waits for must not run along with the next call
+            for request_id in builders:
+                self.engine.abort(request_id)
+            raise
         return [group for group in groups if group is not None]
 
     def encode(

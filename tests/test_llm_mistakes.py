@@ -93,6 +93,19 @@ def test_what_is_no_prompt_fails_alone(llm, prompt):
     assert good.samples[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_call_that_is_broken_off_leaves_no_work_behind(llm, error):
+    def break_off(index, sample):
+        raise error
+
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    with pytest.raises(error):
+        llm.generate([[5], [6], [7]], [GREEDY, long, long], on_sample=break_off)
+    before = llm.engine.stats().output_tokens
+    assert llm.generate([[5, 6]], GREEDY)[0].samples[0].finish_reason == "length"
+    assert llm.engine.stats().output_tokens - before == 4 and not llm.engine.has_work
+
+
 def test_updates_take_a_module_with_its_buffers_and_tell_where_they_are(folder):
     from transformers import AutoModelForCausalLM
 
