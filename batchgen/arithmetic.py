@@ -23,6 +23,7 @@ from batchgen.moe import activation as plain
 from batchgen.moe.activation import Activation
 from batchgen.moe.expert_sum import ExpertSum
 from batchgen.moe.routing import Routing
+from batchgen.packing import Spans
 from batchgen.quant import packed
 from batchgen.quant.packed import Packed
 
@@ -49,6 +50,10 @@ class Kernels(Protocol):
         head_slots_N: Tensor,
         k_ND: Tensor,
         v_ND: Tensor,
+    ) -> Tensor: ...
+    def convolve(self, x_TC: Tensor, taps_CW: Tensor, states: Tensor, spans: Spans) -> Tensor: ...
+    def delta_rule(
+        self, q_THD: Tensor, k_THD: Tensor, v_TNV: Tensor, log_decay: Tensor, beta_TN: Tensor, states: Tensor, spans: Spans
     ) -> Tensor: ...
     def takes_routing(self, routing: Routing) -> bool: ...
     def route(self, logits_TE: Tensor, routing: Routing, bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]: ...

@@ -31,10 +31,12 @@ class Spans:
 
     starts: list[int]
     """B + 1 offsets into T."""
+    start_B: Tensor
+    """The same, int64."""
     state_B: Tensor
     """int64, place of the sequence among the states."""
     fresh_B: Tensor
-    """bool, the span begins with the sequence's first token: what lies in that place is another's."""
+    """int64, 1 where the span begins with the sequence's first token: what lies in that place is another's; else 0."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,5 +77,9 @@ class PackedBatch:
     def spans(self) -> Spans:
         """Rows as spans of tokens that each carry a state on."""
         assert self.state_B is not None
-        starts_B = torch.tensor(self.query_starts, device=self.context_lens_B.device)
-        return Spans(starts=self.query_starts, state_B=self.state_B, fresh_B=self.context_lens_B == starts_B.diff())
+        device, num_rows = self.context_lens_B.device, len(self.query_starts) - 1
+        only_decode = self.num_decode == num_rows  # then nothing comes from the host
+        start_B = torch.arange(num_rows + 1, device=device) if only_decode else torch.tensor(self.query_starts, device=device)
+        return Spans(
+            starts=self.query_starts, start_B=start_B, state_B=self.state_B, fresh_B=(self.context_lens_B == start_B.diff()).long()
+        )

@@ -41,12 +41,12 @@ triton.runtime.driver.set_active(Sm90())
 JITFunction.run = compile_only
 
 from batchgen.attention.triton_paged import TritonAttention  # noqa: E402
-from batchgen.kernels import experts, paged_attention, sampling  # noqa: E402
+from batchgen.kernels import delta, experts, paged_attention, sampling  # noqa: E402
 from batchgen.kernels.gpu import GpuKernels  # noqa: E402
 from batchgen.kv_cache import CacheLayout, KVCache, PageShape  # noqa: E402
 from batchgen.moe.activation import SILU, Activation  # noqa: E402
 from batchgen.moe.routing import Routing  # noqa: E402
-from batchgen.packing import PackedBatch  # noqa: E402
+from batchgen.packing import PackedBatch, Spans  # noqa: E402
 from batchgen.prefixes import SharedPrefixes, shared_runs  # noqa: E402
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, HEADS, KV_HEADS, HEAD, VOCAB, PAGE = 2048, 768, 128, 8, 32, 4, 128, 151936, 16
@@ -109,6 +109,18 @@ def compile_attention(kernels: GpuKernels) -> None:
     paged_attention.copy_pages(store.k_PHSD, store.v_PHSV, torch.zeros(3, 4, dtype=torch.int64), *copied)
 
 
+def compile_states() -> None:
+    """Kimi-Linear's and Qwen3-Next's sizes."""
+    starts = torch.tensor([0, 3, 4])
+    spans = Spans(starts=starts.tolist(), start_B=starts, state_B=torch.tensor([0, 1]), fresh_B=torch.tensor([1, 0]))
+    for num_heads, num_values, wide in ((32, 32, True), (16, 32, False)):
+        channels = (2 * num_heads + num_values) * HEAD
+        delta.convolve(bfloat16(4, channels), torch.empty(channels, 4), torch.empty(2, channels, 3), spans)
+        q, v = torch.empty(4, num_heads, HEAD), torch.empty(4, num_values, HEAD)
+        decay = torch.empty(4, num_values, HEAD) if wide else torch.empty(4, num_values)
+        delta.delta_rule(q, q, v, decay, torch.empty(4, num_values), torch.empty(2, num_values, HEAD, HEAD), spans)
+
+
 def main() -> None:
     kernels = GpuKernels()
     for choice in experts.TILES:
@@ -120,6 +132,7 @@ def main() -> None:
     grouped = Routing(num_experts=256, num_experts_per_tok=8, scoring="sigmoid", num_groups=8, num_kept_groups=4, group_top=2, scale=2.5)
     kernels.route(torch.empty(64, 256), grouped, torch.empty(256))
     compile_attention(kernels)
+    compile_states()
     ints, floats = torch.zeros(4, dtype=torch.int64), torch.ones(4)
     sampling.uniforms(ints, ints, ints)
     sampling.draw_plain(bfloat16(4, VOCAB), ints, floats, ints, ints)

@@ -1,5 +1,7 @@
 """Layers that carry a state: their ways to compute agree, and what a sequence holds comes back whatever happens to it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -13,13 +15,19 @@ from batchgen.kernels import cpu
 from batchgen.packing import Spans
 from batchgen.request import Request
 
+triton_delta = pytest.importorskip("batchgen.kernels.delta")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(1, 1, 1, 3), (2, 2, 8, 12), (3, 1, 24, 5), (1, 4, 33, 16)]
 
 
 def make_spans(lengths, fresh):
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     places = torch.randperm(len(lengths) + 2)[: len(lengths)]
-    return Spans(starts=starts, state_B=places, fresh_B=torch.tensor(fresh))
+    return Spans(starts=starts, start_B=torch.tensor(starts), state_B=places, fresh_B=torch.tensor(fresh).long())
+
+
+def on_device(spans):
+    return replace(spans, start_B=spans.start_B.to(DEVICE), state_B=spans.state_B.to(DEVICE), fresh_B=spans.fresh_B.to(DEVICE))
 
 
 def draw(lengths, heads, groups, depth, width, wide):
@@ -48,11 +56,13 @@ def by_definition(q, k, v, decay, beta, states, spans):
     return out, states
 
 
-@pytest.mark.parametrize("form", ["kernel", "recurrent", "chunked"])
+@pytest.mark.parametrize("form", ["kernel", "triton", "recurrent", "chunked"])
 @pytest.mark.parametrize("wide", [False, True], ids=["per head", "per key dimension"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [70, 1, 33, 5], [32]])
 def test_the_delta_rule_is_what_its_definition_says(form, wide, shape, lengths):
+    if form == "triton" and DEVICE == "cpu":
+        lengths = [min(length, 7) for length in lengths]  # the interpreter takes its time
     torch.manual_seed(len(lengths))
     heads, groups, depth, width = shape
     spans = make_spans(lengths, [i % 2 == 0 for i in range(len(lengths))])
@@ -62,6 +72,10 @@ def test_the_delta_rule_is_what_its_definition_says(form, wide, shape, lengths):
         if (kernels := cpu.load()) is None:
             pytest.skip("needs a C compiler")
         out = kernels.delta_rule(*inputs, states, spans)
+    elif form == "triton":
+        states = states.to(DEVICE)
+        out = triton_delta.delta_rule(*(x.to(DEVICE) for x in inputs), states, on_device(spans)).cpu()
+        states = states.cpu()
     else:
         out = delta.delta_rule(*inputs, states, spans, exact=form == "recurrent")
     torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
@@ -97,6 +111,10 @@ def test_a_convolution_sees_the_sequences_last_inputs_and_no_others(lengths, num
         own = states.clone()
         torch.testing.assert_close(convolve(x, taps, own, spans), expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(own, ends)
+    own = states.to(DEVICE)
+    got = triton_delta.convolve(x.to(DEVICE), taps.to(DEVICE), own, on_device(spans))
+    torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(own.cpu(), ends)
 
 
 @pytest.mark.parametrize("bound", [None, -5.0])

@@ -117,4 +117,4 @@ def _split(x_T: Tensor, spans: Spans) -> tuple[Tensor, ...]:
 
 def _load(states: Tensor, spans: Spans) -> Tensor:
     loaded = states[spans.state_B]
-    return torch.where(spans.fresh_B.view(-1, *[1] * (loaded.dim() - 1)), 0.0, loaded)
+    return torch.where(spans.fresh_B.bool().view(-1, *[1] * (loaded.dim() - 1)), 0.0, loaded)

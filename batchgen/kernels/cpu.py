@@ -225,7 +225,7 @@ class CpuKernels(PackedProducts):
 
 
 def _placed(spans: Spans) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.tensor(spans.starts), spans.state_B, spans.fresh_B.long()
+    return spans.start_B, spans.state_B, spans.fresh_B
 
 
 def _c_value(argument: Tensor | float | None) -> ctypes.c_void_p | ctypes.c_long | ctypes.c_double:

@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
+from batchgen.kernels import delta
 from batchgen.kernels.experts import experts
 from batchgen.moe.activation import SILU, Activation
 from batchgen.moe.expert_sum import ExpertSum
 from batchgen.moe.routing import Routing
+from batchgen.packing import Spans
 
 ELEMENTS = 2048
 """Values that one program handles at a time."""
@@ -216,6 +218,16 @@ class GpuKernels:
                 qkv_TX, q_norm_D, k_norm_D, rotary_T2D, head_slots_N, q_THD, k_ND, v_ND, eps, num_rows, normalise=norms is not None, **sizes
             )
         return q_THD
+
+    def convolve(self, x_TC: Tensor, taps_CW: Tensor, states: Tensor, spans: Spans) -> Tensor:
+        """See `batchgen.kernels.delta`."""
+        return delta.convolve(x_TC, taps_CW, states, spans)
+
+    def delta_rule(
+        self, q_THD: Tensor, k_THD: Tensor, v_TNV: Tensor, log_decay: Tensor, beta_TN: Tensor, states: Tensor, spans: Spans
+    ) -> Tensor:
+        """See `batchgen.kernels.delta`."""
+        return delta.delta_rule(q_THD, k_THD, v_TNV, log_decay, beta_TN, states, spans)
 
     def takes_routing(self, routing: Routing) -> bool:
         """All but groups whose sizes are not powers of two, or that count more than two of their best."""

@@ -81,12 +81,12 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """Whether a pass over decode rows asks nothing of the host: on a GPU, with kernels for attention and experts, and no states or
-        packed weights, which plain torch computes with."""
+        """Whether a pass over decode rows asks nothing of the host: on a GPU, with kernels for attention and experts, and no packed
+        weights, which plain torch computes with."""
         kernels = self.arithmetic.kernels
         if self.arithmetic.device.type != "cuda" or kernels is None or isinstance(self.attention, ReferenceAttention):
             return False
-        return not self.config.cache_layout.states and not any(isinstance(weight, Packed) for weight in self.matrices)
+        return not any(isinstance(weight, Packed) for weight in self.matrices)
 
     def forward(self, batch: PackedBatch, kv: KVCache) -> ModelOutput:
         """One pass: writes the tokens' KV, returns logits of the wanted tokens."""

@@ -68,7 +68,7 @@ class DeltaRule:
         sizes, spans, count = self.sizes, run.spans(), run.num_tokens
         conv_states, states = run.kv.states[self.state : self.state + 2]
         qkv_TC, log_decay, beta_TN = qkv_TC[:count], log_decay[:count], beta_TN[:count]
-        kernels = self.arithmetic.cpu_kernels
+        kernels = self.arithmetic.kernels
         convolve = delta.convolve if kernels is None else kernels.convolve
         q_TX, k_TX, v_TX = torch.split(convolve(qkv_TC, self.taps_CW, conv_states, spans), sizes.channels, dim=1)
         q_THK = self._unit(q_TX, self._query_gains_K)

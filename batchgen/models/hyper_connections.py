@@ -85,13 +85,15 @@ class Connection:
         self.scale_3 = scope.parameter(f"hc_{name}_scale", 3, dtype=torch.float32)
         for part in ("fn", "base", "scale"):
             scope.also(f"{name}_hc.{part}", f"hc_{name}_{part}")
+        scale_of_X = torch.arange(3).repeat_interleave(torch.tensor(self.sizes))
+        self._scale_of_X = scale_of_X.to(self.arithmetic.device)
         self._ones_D = torch.ones(width, device=self.arithmetic.device)
 
     def __call__(self, streams_TSD: Tensor) -> tuple[Tensor, Weights]:
         """[T, D], and the weights."""
         normed_TX = self.arithmetic.rms_norm(streams_TSD.flatten(1), self._ones_D, self.eps)
         values_TX = self.arithmetic.linear(normed_TX, self.matrix_XD, wide=True).float()
-        scale_X = self.scale_3.repeat_interleave(torch.tensor(self.sizes, device=self.scale_3.device))
+        scale_X = self.scale_3[self._scale_of_X]
         read_TS, output_TS, mix_TX = torch.split(values_TX * scale_X + self.bias_X, self.sizes, dim=1)
         read_TS1 = (self._sigmoid(read_TS) + self.spec.eps).unsqueeze(2).to(streams_TSD.dtype)
         read_TD = (read_TS1 * streams_TSD).sum(dim=1)
