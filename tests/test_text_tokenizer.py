@@ -37,6 +37,17 @@ def test_ordinary_text_has_the_ids_and_the_text_of_the_library(kind, text):
 
 
 @each_kind
+def test_a_text_that_looks_rendered_is_told_of_once(kind, caplog):
+    ours, _ = make(kind)
+    ours.encode("Hello </s>")
+    ours.encode("</s>Hello", parse_special=True)
+    assert not caplog.records
+    for _ in range(2):
+        ours.encode("</s>Hello")
+    assert [record.message.startswith("a text begins with the name of a control token") for record in caplog.records] == [True]
+
+
+@each_kind
 @given(text=hostile_texts)
 def test_text_never_becomes_a_control_token(kind, text):
     ours, _ = make(kind)

@@ -8,6 +8,7 @@ tiktoken.model, whose formats are built of them, `decode` shows them but no text
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -23,6 +24,7 @@ from batchgen.text.parsers.formats import format_for
 from batchgen.text.pieces import token_pieces
 from batchgen.text.tiktoken_files import tiktoken_spec
 
+log = logging.getLogger(__name__)
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -65,6 +67,8 @@ class Tokenizer:
         self._control_ids = frozenset(entry["id"] for entry in guarded if entry["special"]) - (
             {_unknown_id(spec["model"], self._vocab)} - set(eos_token_ids)
         )
+        self._control_names = tuple(entry["content"] for entry in guarded if entry["id"] in self._control_ids)
+        self._told_of_rendered = False
         named_eos = self._vocab.get(self.named_tokens.get("eos_token", ""))
         self.eos_token_ids = list(dict.fromkeys([*eos_token_ids, *([] if named_eos is None else [named_eos])]))
         """Ids that end a sample: generation_config.json's (else config.json's), then the tokenizer's own."""
@@ -112,6 +116,13 @@ class Tokenizer:
         if parse_special:
             return _run(self._parsing, text, add_special_tokens).ids
         ids = self._spell(text, self._plain)
+        if not self._told_of_rendered and text.startswith(self._control_names):
+            self._told_of_rendered = True
+            log.warning(
+                "a text begins with the name of a control token, which stays text: %r; if you rendered it with a chat template, give the "
+                "messages instead, or the ids of Tokenizer.encode(text, parse_special=True) (told once)",
+                text[:32],
+            )
         if not add_special_tokens:
             return ids
         around = _run(self._plain, text, True)
