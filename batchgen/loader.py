@@ -5,11 +5,13 @@ Never builds a model.
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -19,6 +21,9 @@ from batchgen.quant.format import Parts
 from batchgen.quant.packed import Packed
 from batchgen.weights import FLOATS, WeightFill, WeightTable, as_bytes, format_names
 
+INDEX = "model.safetensors.index.json"
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+FileName = Annotated[str, msgspec.Meta(pattern="^[ -~]{1,255}$")]
 MAX_HEADER_BYTES = 100_000_000
 DTYPES = {
     "F64": torch.float64,
@@ -63,8 +68,8 @@ class Checkpoint:
         if not path.is_file():
             raise ModelError(f"{self.folder} has no {name}; it is not a complete Hugging Face checkpoint")
         try:
-            values = json.loads(path.read_bytes())
-        except ValueError as error:
+            values = json.loads(path.read_bytes(), object_pairs_hook=_unique if name == INDEX else None)
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"{path} is not valid JSON ({error}); copy the file again") from error
         if not isinstance(values, dict):
             raise ModelError(f"{path} holds {type(values).__name__}, not an object")
@@ -72,23 +77,30 @@ class Checkpoint:
 
     def _find_shards(self) -> list[Path]:
         self._weight_map: dict[str, str] = {}
-        if (self.folder / "model.safetensors.index.json").exists():
-            self._weight_map = self._json("model.safetensors.index.json").get("weight_map", {})
+        if (self.folder / INDEX).exists():
+            try:
+                self._weight_map = msgspec.convert(self._json(INDEX).get("weight_map"), dict[str, FileName])
+            except msgspec.ValidationError as error:
+                raise ModelError(
+                    f"{self.folder / INDEX}: weight_map names a file for each tensor ({error}); copy the file again"
+                ) from error
             names = sorted(set(self._weight_map.values()))
-            if any(not isinstance(name, str) or Path(name).name != name for name in names):
-                raise ModelError(f"{self.folder}/model.safetensors.index.json names files outside the folder")
+            if any(Path(name).name != name for name in names):
+                raise ModelError(f"{self.folder / INDEX} names files outside the folder")
         else:
             names = ["model.safetensors"]
         absent = [name for name in names if not (self.folder / name).is_file()]
-        if absent or not names:
+        if absent:
             raise ModelError(f"{self.folder} lacks weight files: {format_names(absent)}; only safetensors are read")
+        if not names:
+            raise ModelError(f"{self.folder / INDEX}: weight_map is empty; copy the file again")
         return [self.folder / name for name in names]
 
     def fingerprint(self) -> str:
         """Hex digest of config.json and of every shard's header."""
         digest = hashlib.blake2b((self.folder / "config.json").read_bytes(), digest_size=16)
         for shard in self.shards:
-            digest.update(_header(shard))
+            digest.update(_header(shard)[0])
         return digest.hexdigest()
 
     @functools.cached_property
@@ -97,21 +109,17 @@ class Checkpoint:
         shard than the one that has it."""
         stored: dict[str, StoredTensor] = {}
         for shard in self.shards:
-            for name, entry in json.loads(_header(shard)).items():
-                if name == "__metadata__":
-                    continue
+            for name, entry in _header(shard)[1].items():
                 if name in stored:
                     raise ModelError(f"{self.folder}: tensor {name} is in both {stored[name].file} and {shard.name}; remove one")
-                if entry["dtype"] not in DTYPES:
-                    raise ModelError(f"{shard}: {name} has dtype {entry['dtype']}; read: {', '.join(DTYPES)}")
-                stored[name] = StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], shard.name)
+                if entry.dtype not in DTYPES:
+                    raise ModelError(f"{shard}: {name} has dtype {entry.dtype}; read: {', '.join(DTYPES)}")
+                stored[name] = StoredTensor(entry.shape, DTYPES[entry.dtype], shard.name)
         misplaced = [name for name, file in self._weight_map.items() if name not in stored or stored[name].file != file]
         if misplaced:
             name = misplaced[0]
             where = f"{stored[name].file} has it" if name in stored else "no shard has it"
-            raise ModelError(
-                f"{self.folder}/model.safetensors.index.json places {name} in {self._weight_map[name]}, but {where}; copy the folder again"
-            )
+            raise ModelError(f"{self.folder / INDEX} places {name} in {self._weight_map[name]}, but {where}; copy the folder again")
         return stored
 
     def tensors(self, ignored: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
@@ -130,16 +138,22 @@ class Checkpoint:
 def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
     """Fill the model's parameters; tensors that the table ignores are left alone. ModelError, before any is filled, lists names that are
     missing or that the model does not have, and names a tensor whose shape or type contradicts config.json."""
-    stored = {table.own_name(name): entry for name, entry in checkpoint.stored.items() if not name.startswith(table.ignored)}
+    stored: dict[str, StoredTensor] = {}
+    for name, entry in checkpoint.stored.items():
+        if not name.startswith(table.ignored):
+            if table.own_name(name) in stored:
+                raise ModelError(f"{checkpoint.folder / entry.file}: {name} is there under another name, too; remove one")
+            stored[table.own_name(name)] = entry
     _check_names(checkpoint, table, stored)
     for name, entry in stored.items():
         _check_tensor(f"{checkpoint.folder / entry.file}: {name}", name, entry, table)
     fill, parts = WeightFill(table, place=lambda view: view), _PartFill(table)
     for name, tensor in checkpoint.tensors(table.ignored):
+        own = table.own_name(name)
         try:
-            (parts if table.own_name(name) in table.parts else fill).put(name, tensor)
+            (parts if own in table.parts else fill).put(name, tensor)
         except (WeightUpdateError, ModelError) as error:
-            raise ModelError(f"{checkpoint.folder}: {error}") from error
+            raise ModelError(f"{checkpoint.folder / stored[own].file}: {error}") from error
 
 
 def _check_names(checkpoint: Checkpoint, table: WeightTable, stored: dict[str, StoredTensor]) -> None:
@@ -161,7 +175,7 @@ def _check_tensor(where: str, name: str, entry: StoredTensor, table: WeightTable
         return
     wanted = table.slots[name].checkpoint_shape
     if entry.shape != wanted:
-        raise ModelError(f"{where} has shape {list(entry.shape)}, the model's is {list(wanted)}")
+        raise ModelError(f"{where} has shape {list(entry.shape)}, the model's is {list(wanted)} by config.json")
     if entry.dtype not in FLOATS:
         raise ModelError(
             f"{where} has dtype {entry.dtype} without scales that go with it, or config.json has no quantization_config that says how to "
@@ -196,8 +210,24 @@ class _PartFill:
         del self._open[slot.name]
 
 
-def _header(shard: Path) -> bytes:
-    """The JSON header, after checking that the file is as long as the header says."""
+class _Entry(msgspec.Struct):
+    """A tensor in a shard's header."""
+
+    dtype: str
+    shape: tuple[Natural, ...]
+    data_offsets: tuple[Natural, Natural]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return values
+
+
+def _header(shard: Path) -> tuple[bytes, dict[str, _Entry]]:
+    """The JSON header, as it is and read, after checking that the file is as long as the header says."""
     size = shard.stat().st_size
     with shard.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -205,11 +235,13 @@ def _header(shard: Path) -> bytes:
             raise ModelError(f"{shard} is cut short or not a safetensors file ({size} bytes); copy the file again")
         header = file.read(length)
     try:
-        entries = json.loads(header)
-        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ModelError(f"{shard} has a damaged header; copy the file again") from error
-    expected = 8 + length + max(ends, default=0)
+        values = json.loads(header, object_pairs_hook=_unique)
+        values.pop("__metadata__", None)
+        entries = msgspec.convert(values, dict[str, _Entry])
+    except (ValueError, AttributeError, TypeError, RecursionError, msgspec.ValidationError) as error:
+        raise ModelError(f"{shard} has a damaged header ({error}); copy the file again") from error
+    expected = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if size != expected:
-        raise ModelError(f"{shard} has {size} bytes, its header says {expected}: the file is cut short; copy it again")
-    return header
+        fault = "cut short" if size < expected else "damaged"
+        raise ModelError(f"{shard} has {size} bytes, its header says {expected}: the file is {fault}; copy it again")
+    return header, entries

@@ -173,7 +173,7 @@ class WeightFill:
         # A sum is finite unless a value is not, or it overflows: 50 times faster than looking at each value, which then decides.
         checked = tensor if tensor.dtype == target.dtype else target
         if not math.isfinite(checked.sum().item()) and not torch.isfinite(target).all():
-            raise WeightUpdateError(f"{name} has values that are not finite in {target.dtype}; the trainer's weights are broken")
+            raise WeightUpdateError(f"{name} has values that are not finite in {target.dtype}; these weights are broken")
 
 
 class WeightStage(WeightFill):

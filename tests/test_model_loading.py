@@ -213,3 +213,48 @@ def test_the_fingerprint_changes_with_the_config_and_the_tensors(folder):
 
 def test_auto_is_float32_unless_the_checkpoint_is_bfloat16(folder):
     assert load(folder, "auto").dtype == torch.float32
+
+
+@pytest.mark.parametrize("weight_map", [[], "x", 3, None, {}, {"a": 3}, {"a": None}, {"a": ["b"]}, {"a": ""}, {"a": "x" * 5000}], ids=repr)
+def test_an_index_that_is_no_map_of_names_is_refused(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    refuses(folder, "model.safetensors.index.json: weight_map")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"dtype": "F32"', '"dtype": ["F32"]'),
+        ('"dtype": "F32", ', ""),
+        ('"shape": [48]', '"shape": null'),
+        ('"shape": [48]', '"shape": [-48]'),
+        ('"shape": [48], ', ""),
+        ('"data_offsets": [', '"data_offsets": [0, '),
+        ('"data_offsets": [', '"data_offsets": ["a", '),
+        ('"lm_head.weight"', '"model.norm.weight"'),
+        ("{", '{"a":' * 30000),
+    ],
+    ids=repr,
+)
+def test_a_header_that_makes_no_sense_is_refused(folder, old, new):
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + length])).replace(old, new, 1).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    refuses(folder, "model.safetensors has a damaged header")
+
+
+def test_a_config_that_is_nested_without_end_is_refused(folder):
+    (folder / "config.json").write_text('{"a":' * 30000)
+    refuses(folder, "config.json is not valid JSON")
+
+
+def test_values_that_are_not_finite_are_refused_with_file_and_tensor(folder):
+    weight_map = shard(folder)
+    file = weight_map["model.norm.weight"]
+
+    from safetensors.torch import load_file, save_file
+
+    save_file(load_file(folder / file) | {"model.norm.weight": torch.full((48,), float("nan"))}, folder / file)
+    refuses(folder, f"{file}: model.norm.weight has values that are not finite")
