@@ -211,7 +211,15 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named():
 
 
 def test_a_buffer_that_named_parameters_leaves_out_is_missed():
-    refused(World(), without("model.layers.0.mlp.gate.e_score_correction_bias"), "e_score_correction_bias is missing.*state_dict")
+    refused(
+        World(), without("model.layers.0.mlp.gate.e_score_correction_bias"), "^1 fault: .*e_score_correction_bias is missing.*state_dict"
+    )
+
+
+def test_many_missing_tensors_are_counted_and_the_advice_is_given_once():
+    with pytest.raises(WeightUpdateError, match=r"^[0-9]+ faults: ") as error:
+        push(World(), {"model.norm.weight": state()["model.norm.weight"]})
+    assert str(error.value).count("push state_dict()") == 1 and str(error.value).count("is missing") > 1
 
 
 def test_a_tensor_given_twice_is_refused():

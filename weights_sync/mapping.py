@@ -129,8 +129,8 @@ def resolve(shapes: Mapping[str, Shape], specs: Mapping[str, Any]) -> Resolution
             taken[part] = source
             result.picks.append(Pick(part, source, index))
     missing = [name for name in specs if name not in taken]
-    buffers = " (named_parameters() leaves out buffers; push state_dict() instead)" if missing else ""
-    result.faults += [f"{name} is missing; the engine reads it{buffers}" for name in missing]
+    buffers = " (named_parameters() leaves out buffers; push state_dict() instead)"
+    result.faults += [f"{name} is missing; the engine reads it{'' if number else buffers}" for number, name in enumerate(missing)]
     return result
 
 

@@ -137,7 +137,8 @@ class _Push:
         """What to send, in which dtype: the engine's, unless the trainer's is smaller."""
         result = resolve(self._source.shapes, specs)
         if result.faults:
-            raise WeightUpdateError(f"{len(result.faults)} faults: " + "; ".join(m.short(result.faults)))
+            count = "1 fault" if len(result.faults) == 1 else f"{len(result.faults)} faults"
+            raise WeightUpdateError(f"{count}: " + "; ".join(m.short(result.faults)))
         for second, first in result.must_equal:
             a, b = self._source.get(first), self._source.get(second)
             if a.data_ptr() != b.data_ptr() and not torch.equal(a, b.to(a)):
