@@ -9,24 +9,24 @@ from batchgen.config import EngineConfig
 from batchgen.errors import ModelError
 from batchgen.events import ModelFacts
 from batchgen.memory import MemoryPlan, plan_memory
-from batchgen.models.registry import LoadedModel, load_model
+from batchgen.models.registry import LoadedModel, outline_model
 from batchgen.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
 def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, MemoryPlan, ModelFacts]:
-    """Load the folder and plan the memory. Raises ModelError and MemoryPlanError."""
+    """Plan the memory and load the folder. Raises ModelError and MemoryPlanError, mostly before memory is filled."""
     if config.device.startswith("cuda"):
         _check_cuda(config.device)
     free_bytes = torch.cuda.mem_get_info(config.device)[0] if config.device.startswith("cuda") else None
-    loaded = load_model(config.model, config.dtype, config.device, config.deterministic)
-    model = loaded.config
+    outline = outline_model(config.model, config.dtype, config.device, config.deterministic)
+    model = outline.config
     tokenizer = Tokenizer.from_folder(config.model, num_ids=model.vocab_size)
     memory = plan_memory(
         config,
-        weights_bytes=sum(storage.nbytes for storage in loaded.store.table.storages()),
-        bytes_per_page=model.cache_layout.bytes_per_token(loaded.dtype) * config.page_size,
+        weights_bytes=outline.weights_bytes,
+        bytes_per_page=model.cache_layout.bytes_per_token(outline.dtype) * config.page_size,
         bytes_per_state=model.cache_layout.bytes_per_state,
         model_max_len=model.max_position_embeddings,
         vocab_size=model.vocab_size,
@@ -35,6 +35,7 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
     if config.host_memory_gb is not None:
         log.warning("host_memory_gb has no effect: KV that must make room is computed again, none is kept on the host")
     log.info("memory plan:\n%s", memory.table())
+    loaded = outline.load()
     facts = ModelFacts(
         name=Path(config.model).resolve().name,
         architecture=model.architecture,

@@ -135,9 +135,9 @@ class Checkpoint:
                 raise ModelError(f"{shard} cannot be read ({error}); copy the file again") from error
 
 
-def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
-    """Fill the model's parameters; tensors that the table ignores are left alone. ModelError, before any is filled, lists names that are
-    missing or that the model does not have, and names a tensor whose shape or type contradicts config.json."""
+def check_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
+    """ModelError lists names that are missing or that the model does not have, or names a tensor whose shape or type contradicts
+    config.json; by the shards' headers alone, whatever memory the table stands for."""
     stored: dict[str, StoredTensor] = {}
     for name, entry in checkpoint.stored.items():
         if not name.startswith(table.ignored):
@@ -147,13 +147,18 @@ def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
     _check_names(checkpoint, table, stored)
     for name, entry in stored.items():
         _check_tensor(f"{checkpoint.folder / entry.file}: {name}", name, entry, table)
+
+
+def load_weights(checkpoint: Checkpoint, table: WeightTable) -> None:
+    """Fill the parameters of a model that `check_weights` has passed; tensors that the table ignores are left alone. ModelError names file
+    and tensor of values that no model has."""
     fill, parts = WeightFill(table, place=lambda view: view), _PartFill(table)
     for name, tensor in checkpoint.tensors(table.ignored):
         own = table.own_name(name)
         try:
             (parts if own in table.parts else fill).put(name, tensor)
         except (WeightUpdateError, ModelError) as error:
-            raise ModelError(f"{checkpoint.folder / stored[own].file}: {error}") from error
+            raise ModelError(f"{checkpoint.folder / checkpoint.stored[name].file}: {error}") from error
 
 
 def _check_names(checkpoint: Checkpoint, table: WeightTable, stored: dict[str, StoredTensor]) -> None:

@@ -42,6 +42,7 @@ class RandomCheckpoint:
         self.folder = Path(folder)
         self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
         self.generation_config: dict[str, Any] = {}
+        self.stored: dict[str, Any] = {}
 
     def fingerprint(self) -> str:
         return "random"
@@ -61,7 +62,7 @@ def load(name: str, **options: Any) -> LLM:
     folder = Path(tempfile.mkdtemp()) / name
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODELS[name] | {"torch_dtype": "bfloat16"}))
-    with mock.patch.object(registry, "Checkpoint", RandomCheckpoint), mock.patch.object(registry, "load_weights", fill_randomly):
+    with mock.patch.multiple(registry, Checkpoint=RandomCheckpoint, check_weights=lambda *_: None, load_weights=fill_randomly):
         return LLM(str(folder), device="cuda", dtype="bfloat16", **options)
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tiny_models import Runner, tiny_moe
 
-from batchgen.errors import ModelError
-from batchgen.models.registry import load_model
+from batchgen import LLM
+from batchgen.errors import MemoryPlanError, ModelError
+from batchgen.models.registry import Outline, load_model, outline_model
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,36 @@ def test_a_config_that_contradicts_the_tensors_is_refused_before_any_is_read(fol
     monkeypatch.setattr("batchgen.loader.WeightFill.put", lambda *_: pytest.fail("a tensor was read"))
     edit_config(folder, moe_intermediate_size=40)
     refuses(folder, r"experts.0.*has shape \[.*\], the model's is")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": 1 << 20},
+        {"vocab_size": 1 << 24},
+        {"num_attention_heads": 4096, "head_dim": 1 << 20},
+        {"moe_intermediate_size": 1 << 20},
+        {"num_local_experts": 4096},
+        {"num_hidden_layers": 4096},
+        {"hidden_size": 1 << 20, "vocab_size": 1 << 24, "num_attention_heads": 4096, "head_dim": 1 << 20, "moe_intermediate_size": 1 << 20},
+    ],
+    ids=str,
+)
+def test_sizes_that_the_tensors_do_not_have_take_no_memory(folder, monkeypatch, changes):
+    monkeypatch.setattr(Outline, "load", lambda _: pytest.fail("memory was taken"))
+    edit_config(folder, **changes)
+    refuses(folder, r"config.json")
+
+
+def test_a_budget_that_the_weights_exceed_is_refused_before_they_are_read(folder, monkeypatch):
+    monkeypatch.setattr(Outline, "load", lambda _: pytest.fail("memory was taken"))
+    with pytest.raises(MemoryPlanError, match=r"device_memory_gb=0.000 is too small: weights take 0.001 GB"):
+        LLM(folder, dtype="float32", device_memory_gb=1e-4)
+
+
+def test_what_an_outline_counts_is_what_weights_take(folder):
+    outline = outline_model(str(folder), "float32", "cpu", deterministic=False)
+    assert outline.weights_bytes == sum(storage.nbytes for storage in outline.load().store.table.storages())
 
 
 def test_missing_and_unexpected_tensors_are_both_listed(folder):

@@ -7,7 +7,7 @@ import torch
 
 from batchgen.arithmetic import Arithmetic
 from batchgen.errors import ModelError
-from batchgen.loader import Checkpoint, load_weights
+from batchgen.loader import Checkpoint, check_weights, load_weights
 from batchgen.models import (
     deepseek_v2,
     deepseek_v3,
@@ -29,7 +29,7 @@ from batchgen.models import (
 )
 from batchgen.models.config import ModelConfig
 from batchgen.models.decoder import Decoder
-from batchgen.quant.read import read_quantization
+from batchgen.quant.read import Quantization, read_quantization
 from batchgen.weights import WeightStore, WeightTable
 
 
@@ -98,18 +98,61 @@ def choose_dtype(dtype: str, config: ModelConfig, device: torch.device, quantise
     return torch.bfloat16 if config.dtype.endswith("bfloat16") and keeps else torch.float32
 
 
-def load_model(folder: str, dtype: str, device: str | torch.device, deterministic: bool) -> LoadedModel:
-    """Read a checkpoint into fused storage. ModelError says what is wrong with the folder."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A model whose files and configuration fit each other, before any memory is taken for its weights."""
+
+    checkpoint: Checkpoint
+    config: ModelConfig
+    quantization: Quantization | None
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool
+    weights_bytes: int
+    """What the weights will take."""
+
+    def load(self) -> LoadedModel:
+        """Read the checkpoint into fused storage."""
+        arithmetic = Arithmetic(storage_dtype=self.dtype, device=self.device, deterministic=self.deterministic)
+        model = Decoder(self.config, arithmetic, self.quantization)
+        table = _table(model)
+        load_weights(self.checkpoint, table)
+        if self.deterministic:
+            arithmetic.check_invariance(model.matrices)
+        fingerprint = self.checkpoint.fingerprint()
+        return LoadedModel(
+            model=model, config=self.config, store=WeightStore(table), dtype=self.dtype, device=self.device, fingerprint=fingerprint
+        )
+
+
+def outline_model(folder: str, dtype: str, device: str | torch.device, deterministic: bool) -> Outline:
+    """Compare all that the folder says of the model. ModelError says what is wrong with it."""
     device = torch.device(device)
     checkpoint = Checkpoint(folder)
     config = read_model_config(checkpoint)
     quantization = read_quantization(checkpoint.config, str(checkpoint.folder / "config.json"), stored=checkpoint.stored)
     storage_dtype = choose_dtype(dtype, config, device, quantised=quantization is not None)
-    arithmetic = Arithmetic(storage_dtype=storage_dtype, device=device, deterministic=deterministic)
-    model = Decoder(config, arithmetic, quantization)
-    renamed = getattr(FAMILIES[config.architecture], "RENAMED", ())
-    store = WeightStore(WeightTable(model.slots, renamed, config.ignored))
-    load_weights(checkpoint, store.table)
-    if deterministic:
-        arithmetic.check_invariance(model.matrices)
-    return LoadedModel(model=model, config=config, store=store, dtype=storage_dtype, device=device, fingerprint=checkpoint.fingerprint())
+    if config.num_layers > len(checkpoint.stored):
+        raise ModelError(f"config.json: num_hidden_layers is {config.num_layers}, but {folder} has {len(checkpoint.stored)} tensors in all")
+    nowhere = Arithmetic(storage_dtype=storage_dtype, device=torch.device("meta"), deterministic=False)
+    table = _table(Decoder(config, nowhere, quantization))
+    check_weights(checkpoint, table)
+    return Outline(
+        checkpoint=checkpoint,
+        config=config,
+        quantization=quantization,
+        dtype=storage_dtype,
+        device=device,
+        deterministic=deterministic,
+        weights_bytes=sum(tensor.nbytes for name in table.canonical for tensor in table.slots[name].tensors),
+    )
+
+
+def load_model(folder: str, dtype: str, device: str | torch.device, deterministic: bool) -> LoadedModel:
+    """Read a checkpoint into fused storage. ModelError, before memory is filled, says what is wrong with the folder."""
+    return outline_model(folder, dtype, device, deterministic).load()
+
+
+def _table(model: Decoder) -> WeightTable:
+    renamed = getattr(FAMILIES[model.config.architecture], "RENAMED", ())
+    return WeightTable(model.slots, renamed, model.config.ignored)

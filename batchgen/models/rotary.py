@@ -77,6 +77,8 @@ def _rope_fields(reader: ConfigReader) -> ConfigReader:
 
 def rotary_table(max_positions: int, head_dim: int, rope: Rope, device: torch.device) -> Tensor:
     """float32 [max_positions, 2, head_dim]: cosines, and sines whose first half is negated, of each position's angles."""
+    if device.type == "meta":
+        return torch.empty(max_positions, 2, head_dim, device=device)
     frequencies, scale = _frequencies(rope, head_dim)
     angles = torch.outer(torch.arange(max_positions).float(), frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale
