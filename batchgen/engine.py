@@ -5,6 +5,7 @@ Each `step` is one decision of the scheduler and up to `decision_interval` forwa
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import Literal
@@ -194,12 +195,16 @@ class Engine:
             self._yield(seq)
         for job_id in step_plan.dropped:
             self._drop(self._ready.pop(job_id) if job_id in self._ready else self._prefilling.pop(job_id))
-        if step_plan.starts:
-            self._start([(self._ready[prompt_id], number) for prompt_id, number in step_plan.starts])
-        seqs = self.runtime.combine()
-        grown = []
-        for seq in seqs:
-            stored = seq.num_tokens - 1 + min(step_plan.num_steps, seq.max_outputs - len(seq.output_ids))
+        first_tokens = self._start([(self._ready[prompt_id], number) for prompt_id, number in step_plan.starts])
+        seqs, grown = [], []
+        for seq in self.runtime.combine():
+            num_tokens, left = seq.num_tokens, seq.max_outputs - len(seq.output_ids)
+            if not seq.output_ids:  # its first token is sampled, but not read
+                num_tokens, left = num_tokens + 1, left - 1
+            if not left:
+                continue
+            seqs.append(seq)
+            stored = num_tokens - 1 + min(step_plan.num_steps, left)
             if (lacking := self.pool.pages_for(stored) - len(seq.pages)) > 0:
                 grown.append((seq, self.pool.allocate(lacking)))
         for job in list(islice(self._intake.waiting(), len(step_plan.admitted))):
@@ -209,12 +214,13 @@ class Engine:
             if job_id in self._prefilling:
                 prefill = self._prefilling[job_id]
                 chunks.append(Chunk(prefill, prefill.num_computed, min(number, prefill.num_left)))
-        if not seqs and not chunks:
-            return
         self._runner.slots.extend_pages(grown)
-        results, prefilled = self._runner.run(seqs, chunks, step_plan.num_steps, step_plan.stop_below, self.weights_version)
-        for seq, decoded in zip(seqs, results, strict=True):
+        decoded_tokens, prefilled = self._runner.run(seqs, chunks, step_plan.num_steps, step_plan.stop_below, self.weights_version)
+        for seq, decoded in first_tokens():
             self._resume(seq, decoded)
+        for seq, decoded in zip(seqs, decoded_tokens(), strict=True):
+            if seq.finish_reason is None:
+                self._resume(seq, decoded)
         for chunk in chunks:
             self._advance(chunk, *prefilled[chunk.prefill.id], events)
 
@@ -240,8 +246,10 @@ class Engine:
         else:
             self._resume_from(job)
 
-    def _start(self, starts: list[tuple[Prompt, int]]) -> None:
-        """Start samples of computed prompts and sample every first token in one go."""
+    def _start(self, starts: list[tuple[Prompt, int]]) -> Callable[[], list[tuple[Sequence, Decoded]]]:
+        """Start samples of computed prompts and sample every first token in one go; what is returned reads them."""
+        if not starts:
+            return list
         seqs, logit_rows, shares = [], [], iter(self.residency.share(starts))
         for row, (prompt, number) in enumerate(starts):
             for _ in range(number):
@@ -255,8 +263,8 @@ class Engine:
         self.runtime.start(seqs)
         logits_RV = torch.stack([prompt.logits_V for prompt, _ in starts])
         logits_BV = logits_RV[torch.tensor(logit_rows, device=logits_RV.device)]
-        for seq, decoded in zip(seqs, self._runner.first_tokens(seqs, logits_BV, self.weights_version), strict=True):
-            self._resume(seq, decoded)
+        read = self._runner.first_tokens(seqs, logits_BV, self.weights_version)
+        return lambda: list(zip(seqs, read(), strict=True))
 
     def _new_sequence(self, prompt: Prompt, request: Request, index: int, share: Share) -> Sequence:
         params, room = request.params, room_for(request, self.facts)

@@ -68,6 +68,15 @@ class _Records:
     sampled: list[SampledTokens] = field(default_factory=list)
     routed: list[Tensor] = field(default_factory=list)
 
+    def on_host(self) -> "_Records":
+        """A copy in pinned memory, complete when the device has done what it was given before."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+        sampled = [each.mapped(copied) for each in self.sampled]
+        return _Records([copied(each) for each in self.slots], sampled, [copied(each) for each in self.routed])
+
 
 class Runner:
     """Slot arrays, KV tensors, model and sampler of one device."""
@@ -97,32 +106,43 @@ class Runner:
         self.slots.free.append(seq.slot)
         seq.slot = -1
 
-    def first_tokens(self, seqs: list[Sequence], logits_BV: Tensor, version: int) -> list[Decoded]:
-        """Sample the first token of each sequence from its prompt's last logits."""
+    def first_tokens(self, seqs: list[Sequence], logits_BV: Tensor, version: int) -> Callable[[], list[Decoded]]:
+        """Sample the first token of each sequence from its prompt's last logits. What is returned gives the results when it is called, and
+        waits for no work that was begun after this."""
         records = _Records()
         slots = np.array([seq.slot for seq in seqs])
         self._sample(logits_BV, slots, torch.from_numpy(slots).to(self.device), records)
-        return self._split(seqs, records, version)
+        if not self._on_gpu:
+            return lambda: self._split(seqs, records, version)
+        on_host, done = records.on_host(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+
+        def read() -> list[Decoded]:
+            done.synchronize()
+            return self._split(seqs, on_host, version)
+
+        return read
 
     def run(
         self, seqs: list[Sequence], chunks: list[Chunk], num_steps: int, stop_below: int, version: int
-    ) -> tuple[list[Decoded], dict[int, tuple[Tensor, Tensor | None]]]:
-        """Decode `seqs` for up to `num_steps` passes; the first pass carries the prefill chunks.
+    ) -> tuple[Callable[[], list[Decoded]], dict[int, tuple[Tensor, Tensor | None]]]:
+        """Decode `seqs` for up to `num_steps` passes; the first pass carries the prefill chunks. Sequences may have ended with a first
+        token that the host has not taken in; when it has, it can read what this gives.
 
-        Returns what each sequence got, in order, and per prefill id (logits_MV of the rows it asked for, routed experts). On a CPU,
-        rows that end leave the batch at once, and the run ends once fewer than `stop_below` are left; a GPU is never asked how many.
+        Returns what reads what each sequence got, in order, and per prefill id (logits_MV of the rows it asked for, routed experts). On
+        a CPU, rows that end leave the batch at once, and the run ends once fewer than `stop_below` are left; a GPU is never asked how many.
         """
         records, prefilled = _Records(), {}
         slots = np.array([seq.slot for seq in seqs], dtype=np.int64)
         slots_B = torch.from_numpy(slots).to(self.device)
-        longest = max((seq.num_tokens for seq in seqs), default=0)
+        longest = max((seq.num_tokens + (not seq.output_ids) for seq in seqs), default=0)  # a first token may not have been read
         want_routed = any(seq.request.params.return_routed_experts for seq in seqs)
         sharing = self._share(seqs, slots)
         for step in range(num_steps):
-            if step and not self._on_gpu:
+            if not self._on_gpu:
                 slots_B = slots_B[~self.slots.ended_S[slots_B]]
                 slots = slots_B.numpy()
-            if step and (len(slots) == 0 or len(slots) < stop_below):
+            if (len(slots) == 0 and (step or not chunks)) or (step and len(slots) < stop_below):
                 break
             if step == 0 and chunks:
                 prefilled = self._mixed(slots, slots_B, longest, chunks, sharing, want_routed, records)
@@ -137,18 +157,19 @@ class Runner:
                 self._sample(out.logits_MV, slots, live_B, records)
                 if out.routed_TLK is not None:
                     records.routed.append(out.routed_TLK)
-        return self._split(seqs, records, version), prefilled
+        return lambda: self._split(seqs, records, version), prefilled
 
     def _mixed(
         self, slots: np.ndarray, slots_B: Tensor, longest: int, chunks: list[Chunk], sharing: bool, want_routed: bool, records: _Records
     ) -> dict[int, tuple[Tensor, Tensor | None]]:
         """One pass over the rows and the prefill chunks; results by prefill id."""
-        batch, num_rows = self._pack(self.slots.decode_batch(slots_B, -(-longest // self._page_size)), chunks), len(slots)
+        live_B, num_rows = self.slots.live(slots_B), len(slots)
+        batch = self._pack(self.slots.decode_batch(live_B, -(-longest // self._page_size)), chunks)
         batch.shared = self._prefixes.view(num_rows) if sharing else None
         batch.return_routed = want_routed or any(isinstance(c.prefill, Prompt) and c.prefill.want_routed for c in chunks)
         out = self.model.forward(batch, self.kv)
         if num_rows:
-            self._sample(out.logits_MV[:num_rows], slots, slots_B, records)
+            self._sample(out.logits_MV[:num_rows], slots, live_B, records)
             if want_routed and out.routed_TLK is not None:
                 records.routed.append(out.routed_TLK[:num_rows])
         return _chunk_results(chunks, num_rows, out.logits_MV, out.routed_TLK)
@@ -210,16 +231,17 @@ class Runner:
         for row, own in zip(table, pages, strict=True):
             row[: len(own)] = own
         ids_T, positions_T, slots_T = self._tensor([np.concatenate(ids), np.concatenate(positions), np.concatenate(slots)])
-        context_lens = self._tensor([chunk.start + chunk.count for chunk in chunks])
+        contexts = [chunk.start + chunk.count for chunk in chunks]
         return PackedBatch(
             input_ids_T=torch.cat([rows.input_ids_T, ids_T]),
             positions_T=torch.cat([rows.positions_T, positions_T]),
             kv_slots_T=torch.cat([rows.kv_slots_T, slots_T]),
             query_starts=[*range(num_rows), *starts],
             num_decode=num_rows,
-            context_lens_B=torch.cat([rows.context_lens_B, context_lens]),
+            context_lens_B=torch.cat([rows.context_lens_B, self._tensor(contexts)]),
             page_table_BP=torch.cat([F.pad(rows.page_table_BP, (0, table.shape[1] - old_width)), self._tensor(table)]),
             logit_index_M=torch.cat([rows.logit_index_M, self._tensor(np.concatenate(logit_rows))]),
+            prefill_contexts=contexts,
             state_B=None if rows.state_B is None else torch.cat([rows.state_B, self._tensor([chunk.prefill.place for chunk in chunks])]),
             return_routed=False,
         )

@@ -6,7 +6,7 @@ Shapes: S slots, B rows, V vocabulary, K most likely tokens, R rows that draw fr
 than the probability they were drawn with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,16 +39,20 @@ class SampledTokens:
     blocked_B: Tensor
     """bool: those of the failed rows whose logits were fine but whose masks left no token; the others had NaN or +inf logits."""
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "SampledTokens":
+        """With the function of every tensor."""
+        return SampledTokens(
+            token_ids_B=function(self.token_ids_B),
+            logprobs_B=function(self.logprobs_B),
+            top_ids_BK=None if self.top_ids_BK is None else function(self.top_ids_BK),
+            top_logprobs_BK=None if self.top_logprobs_BK is None else function(self.top_logprobs_BK),
+            failed_B=function(self.failed_B),
+            blocked_B=function(self.blocked_B),
+        )
+
     def first(self, num_rows: int) -> "SampledTokens":
         """A copy of the first rows."""
-        return SampledTokens(
-            token_ids_B=self.token_ids_B[:num_rows].clone(),
-            logprobs_B=self.logprobs_B[:num_rows].clone(),
-            top_ids_BK=None if self.top_ids_BK is None else self.top_ids_BK[:num_rows].clone(),
-            top_logprobs_BK=None if self.top_logprobs_BK is None else self.top_logprobs_BK[:num_rows].clone(),
-            failed_B=self.failed_B[:num_rows].clone(),
-            blocked_B=self.blocked_B[:num_rows].clone(),
-        )
+        return self.mapped(lambda tensor: tensor[:num_rows].clone())
 
 
 @dataclass(slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class FlashPrefill:
         """Where the prefill rows' queries and keys are."""
         device, first = batch.positions_T.device, batch.query_starts[batch.num_decode]
         starts = np.asarray(batch.query_starts[batch.num_decode :]) - first
-        contexts_B = batch.context_lens_B[batch.num_decode :].cpu().numpy()
+        contexts_B = np.asarray(batch.prefill_contexts)
         key_starts = np.concatenate([[0], contexts_B.cumsum()])
         pages_B = -(-contexts_B // page_size)
         row_N = np.repeat(np.arange(len(pages_B)), pages_B)
