@@ -31,6 +31,10 @@ __all__ = ["LLM", "BatchGenError", "ChatPrompt", "Engine", "EngineConfig", "Erro
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("batchgen")
     if name not in _HOME:
         raise AttributeError(f"module 'batchgen' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

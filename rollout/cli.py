@@ -22,6 +22,21 @@ Deterministic = Annotated[bool, typer.Option(help="Bit-identical results whateve
 KeyFile = Annotated[Path | None, typer.Option(help="Key file made by `rollout keys`.")]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import batchgen
+
+        typer.echo(f"batchgen {batchgen.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    """Rollouts and synthetic data from mixture-of-experts models."""
+
+
 @app.command()
 def serve(
     model: Model,

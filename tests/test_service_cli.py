@@ -218,3 +218,13 @@ async def test_a_client_that_knows_only_the_protocol_page_is_served():
         out, _ = await child.communicate()
     lines = out.decode().splitlines()
     assert child.returncode == 0 and len(lines) == 4 and all("length" in line and "24 tokens" in line for line in lines)
+
+
+def test_the_version_is_the_installed_packages():
+    from importlib.metadata import version
+
+    import batchgen
+
+    done = CliRunner().invoke(cli.app, ["--version"])
+    assert done.exit_code == 0 and done.output == f"batchgen {version('batchgen')}\n"
+    assert batchgen.__version__ == version("batchgen")
