@@ -26,3 +26,19 @@ def products(request):
         elif cpu.load() is None:
             pytest.skip("needs a C compiler")
         yield request.param
+
+
+@pytest.fixture
+def on_send(monkeypatch):
+    """Sets what a faked channel does with each frame."""
+    from fake_weight_sync import FakeChannel
+
+    return lambda function: monkeypatch.setattr(FakeChannel, "on_send", staticmethod(function))
+
+
+@pytest.fixture
+def on_wait(monkeypatch):
+    """Sets what happens while the publisher waits."""
+    from fake_weight_sync import FakeChannel
+
+    return lambda function: monkeypatch.setattr(FakeChannel, "on_wait", staticmethod(function))

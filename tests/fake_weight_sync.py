@@ -26,6 +26,7 @@ from weights_sync.events import (
     Tick,
     VersionChanged,
 )
+from weights_sync.publisher import WeightPublisher
 from weights_sync.receiver import WeightReceiver
 
 FROM_PUBLISHER, TO_NODE, FROM_NODE = m.Decoder(m.FromPublisher), m.Decoder(m.ToNode), m.Decoder(m.FromNode)
@@ -252,3 +253,28 @@ class FakeChannel:
     def kill(self):
         """The process is gone and nobody has noticed: what is sent to it comes back as undeliverable."""
         del self.world.channels[self.peer]
+
+
+def push(world, weights=None, version=1, **options):
+    return WeightPublisher(world).push(state() if weights is None else weights, version, **options)
+
+
+def assert_holds(world, tensors, version=1):
+    assert world.version == version
+    for name, node in world.nodes.items():
+        assert world.serving[name] and node.target.version == version and node.target.stage is None
+        assert node.target.tensors.keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            assert torch.equal(node.target.tensors[key], tensor.to(node.target.tensors[key].dtype)), key
+
+
+def assert_untouched(world, version=0):
+    """Every node serves the old version, holds no staging memory, and the next push works."""
+    assert world.version == version and not world.coordinator.busy and not world.held
+    for name, node in world.nodes.items():
+        assert world.serving[name] and node.target.version == version and node.target.stage is None
+    FakeChannel.on_send = FakeChannel.on_wait = None
+    for node in world.nodes.values():
+        node.target.refuse_name = None
+    push(world, state(7), version + 1)
+    assert_holds(world, state(7), version + 1)
