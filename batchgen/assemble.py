@@ -1,6 +1,7 @@
 """From a configuration to the parts of an engine. In: EngineConfig. Out: loaded model, tokenizer, memory plan, model facts."""
 
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ def assemble(config: EngineConfig) -> tuple[LoadedModel, Tokenizer | None, Memor
         model_max_len=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         device_free_bytes=free_bytes,
+        host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if free_bytes is None else None,
     )
     if config.host_memory_gb is not None:
         log.warning("host_memory_gb has no effect: KV that must make room is computed again, none is kept on the host")

@@ -1,9 +1,12 @@
 """Engine configuration. In: the user's choices. Out: a validated EngineConfig. Never imports torch."""
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_SEQS = 1 << 16
+MAX_THREADS = 1024
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -30,7 +33,7 @@ class EngineConfig:
     page_size: int = 16
     """Tokens per KV page."""
     max_num_seqs: int = 256
-    """Most sequences decoded together."""
+    """Most sequences decoded together; at most 65,536."""
     max_num_batched_tokens: int = 2048
     """Most tokens in one forward pass."""
     max_model_len: int | None = None
@@ -38,7 +41,7 @@ class EngineConfig:
     decision_interval: int = 16
     """Decode steps between two visits of the scheduler, at most."""
     num_threads: int | None = None
-    """CPU threads for torch. None: torch's default."""
+    """CPU threads for torch, at most 1,024. None: torch's default."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
@@ -60,7 +63,12 @@ class EngineConfig:
                 raise ValueError(f"{name} is at least 1, got {getattr(self, name)}")
         for name in ("device_memory_gb", "kv_gb", "host_memory_gb", "max_model_len", "num_threads"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is positive or None, got {value}")
+        for name, most in (("max_num_seqs", MAX_SEQS), ("num_threads", MAX_THREADS)):
+            if (getattr(self, name) or 0) > most:
+                raise ValueError(f"{name} is at most {most}, got {getattr(self, name)}")
+        if type(self.deterministic) is not bool:
+            raise ValueError(f"deterministic is true or false, got {self.deterministic!r}")
         if not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed is an unsigned 64-bit integer, got {self.seed}")

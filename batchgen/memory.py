@@ -49,11 +49,12 @@ def plan_memory(
     model_max_len: int,
     vocab_size: int,
     device_free_bytes: int | None,
+    host_bytes: int | None = None,
 ) -> MemoryPlan:
     """Split the device budget into weights, states and KV pages.
 
-    `device_free_bytes`: free memory of the device before weights are loaded; None on CPU. Raises MemoryPlanError when the weights
-    and at least two pages do not fit, saying what would.
+    `device_free_bytes`: free memory of the device before weights are loaded; None on CPU, where `host_bytes` is what the machine has.
+    Raises MemoryPlanError when the weights and at least two pages do not fit, saying what would.
     """
     logits_bytes = 4 * vocab_size * config.max_num_seqs
     num_states = config.max_num_seqs + 1 if bytes_per_state else 0  # a prompt keeps its own while its samples run
@@ -71,6 +72,10 @@ def plan_memory(
     wanted_len = model_max_len if config.max_model_len is None else config.max_model_len
     if wanted_len > model_max_len:
         raise MemoryPlanError(f"max_model_len {wanted_len} is over the model's own limit of {model_max_len}; lower it")
+    if wanted_len < 2:
+        raise MemoryPlanError(
+            "a context of 1 token has no room for a prompt and an answer; raise max_model_len (the model's: max_position_embeddings)"
+        )
     most_useful = config.max_num_seqs * (-(-wanted_len // config.page_size) + 1) * 2
     num_pages = min(kv_bytes // bytes_per_page, most_useful)
     needed = fixed_bytes + 2 * bytes_per_page
@@ -80,6 +85,12 @@ def plan_memory(
             f"{got} is too small: weights take {weights_bytes / GB:.3f} GB, states {state_bytes / GB:.3f} GB, logits "
             f"{logits_bytes / GB:.3f} GB and two KV pages {2 * bytes_per_page / GB:.6f} GB; give at least {needed / GB:.3f} GB in all "
             f"or lower max_num_seqs, now {config.max_num_seqs}"
+        )
+    if budget is None and host_bytes is not None and fixed_bytes + num_pages * bytes_per_page > host_bytes:
+        raise MemoryPlanError(
+            f"the model needs {(fixed_bytes + num_pages * bytes_per_page) / GB:.3f} GB (weights {weights_bytes / GB:.3f}, states "
+            f"{state_bytes / GB:.3f}, logits {logits_bytes / GB:.3f}, KV {num_pages * bytes_per_page / GB:.3f}), this machine has "
+            f"{host_bytes / GB:.3f} GB; lower kv_gb or max_num_seqs, now {config.max_num_seqs}, or take a smaller model"
         )
     return MemoryPlan(
         weights_bytes=weights_bytes,

@@ -114,8 +114,10 @@ def plan(state: SchedulerState, limits: Limits) -> StepPlan:
     num_live = len(running)
     committed = num_live + sum(view.num_starts for view in prefilling) + sum(view.num_unstarted for view in ready)
     if state.admitting and not short:
+        if num_live == 0 and ready and _start_cost(ready[0], steps, limits) > pages:
+            steps = 1  # else it would wait for pages that nobody gives back
         for prompt in ready:
-            cost = -(-(prompt.num_tokens + steps) // limits.page_size) - prompt.num_tokens // limits.page_size
+            cost = _start_cost(prompt, steps, limits)
             count = min(prompt.num_unstarted, limits.max_num_seqs - num_live, (pages - num_live) // cost)
             if num_live == 0 and pages >= cost:
                 count = max(count, 1)
@@ -152,6 +154,11 @@ def plan(state: SchedulerState, limits: Limits) -> StepPlan:
     if not out.num_steps and not short:
         out.dropped = [prompt.id for prompt in (ready[1:] if state.admitting else ready)]
     return out
+
+
+def _start_cost(prompt: ReadyView, num_steps: int, limits: Limits) -> int:
+    """Pages that a sample takes beside the full ones of its prompt."""
+    return -(-(prompt.num_tokens + num_steps) // limits.page_size) - prompt.num_tokens // limits.page_size
 
 
 def _growths(running: Sequence[RunningView], steps: int, limits: Limits) -> int:

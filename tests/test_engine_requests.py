@@ -251,8 +251,25 @@ def test_a_budget_too_small_is_refused_with_the_numbers(folder):
         engine(folder, kv_gb=1e-6)
     with pytest.raises(MemoryPlanError, match="weights take"):
         engine(folder, kv_gb=None, device_memory_gb=1e-5)
+    with pytest.raises(MemoryPlanError, match="no room for a prompt and an answer"):
+        engine(folder, max_model_len=1)
     with pytest.raises(MemoryPlanError, match="over the model's own limit"):
         engine(folder, max_model_len=10**7)
+
+
+def test_more_than_the_machine_has_is_refused(folder, monkeypatch):
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16}.__getitem__)
+    with pytest.raises(MemoryPlanError, match=r"needs .* GB .*, this machine has 0.000 GB; lower kv_gb"):
+        engine(folder)
+
+
+@pytest.mark.parametrize("decision_interval", [100, 10**9])
+def test_a_long_interval_does_not_keep_a_sample_from_starting(folder, decision_interval):
+    page_bytes = engine(folder).memory.kv_bytes / engine(folder).memory.num_pages
+    eng = engine(folder, kv_gb=4.5 * page_bytes / 1e9, decision_interval=decision_interval)
+    eng.submit(Request(request_id="a", prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=3), sample_indices=[0], seed_base=1))
+    events = [event for _ in range(20) for event in eng.step()]
+    assert any(isinstance(event, SampleFinished) for event in events)
 
 
 def test_a_missing_folder_is_a_clear_error(tmp_path):

@@ -39,6 +39,10 @@ def test_an_unknown_option_is_refused_with_those_there_are(folder):
         ({"max_num_seqs": None}, "max_num_seqs is an integer, got None"),
         ({"seed": 0.5}, "seed is an integer, got 0.5"),
         ({"kv_gb": "1"}, "kv_gb is a number or None, got '1'"),
+        ({"kv_gb": float("inf")}, "kv_gb is positive or None, got inf"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs is at most 65536, got 1000000000"),
+        ({"num_threads": 10**6}, "num_threads is at most 1024, got 1000000"),
+        ({"deterministic": "no"}, "deterministic is true or false, got 'no'"),
         ({"kv_gb": float("nan")}, "kv_gb is positive or None, got nan"),
     ],
 )

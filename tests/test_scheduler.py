@@ -137,3 +137,10 @@ def test_a_prefill_rides_along_with_decode_within_the_token_budget():
     assert p.admitted == [10, 11]
     assert p.chunks == [(10, 20), (11, 10)]
     assert p.num_steps == 1
+
+
+def test_a_prompt_starts_though_a_whole_interval_would_not_fit():
+    lim = Limits(max_num_seqs=8, max_num_batched_tokens=32, page_size=PAGE, decision_interval=10**9)
+    state = SchedulerState(running=[], prefilling=[], ready=[ReadyView(0, 7, 3, 2)], waiting=[], num_available_pages=2)
+    out = plan(state, lim)
+    assert (out.starts, out.num_steps) == ([(0, 2)], 1)
