@@ -9,12 +9,14 @@ import time
 import pytest
 import torch
 from fake_weight_sync import World
+from quantised_models import checkpoints
 from safetensors.torch import load_file
 from tiny_models import tiny_moe
 
 from batchgen import LLM, Engine, EngineConfig, SamplingParams
 from batchgen.errors import WeightUpdateError
 from batchgen.events import SampleFinished, WeightsCommitted
+from batchgen.quant.packed import Packed
 from batchgen.request import Request
 from weights_sync import WeightPublisher
 
@@ -94,6 +96,24 @@ def test_pushing_a_transformers_model_equals_pushing_its_checkpoint(folders):
         world.submit("after")
         world.run()
         assert world.samples["after"].token_ids == fresh(folders[1]).token_ids
+
+
+@pytest.mark.parametrize("kind", ["deepseek_fp8", "gpt_oss_mxfp4", "kimi_int4"])
+def test_a_push_to_packed_weights_travels_in_bfloat16_and_is_encoded_by_the_engine(tmp_path, kind):
+    packed, _, _ = checkpoints(kind, tmp_path / "old")
+    _, _, source = checkpoints(kind, tmp_path / "new", seed=1)
+    world, want = EngineWorld(packed), EngineWorld(packed).engine.weights
+    report = WeightPublisher(world).push(source, 1)
+    world.run()
+    stage, num_bytes = want.open(1), 0
+    for name, tensor in load_file(source / "model.safetensors").items():
+        sent = tensor.bfloat16() if isinstance(want.table.slots[name].view, Packed) else tensor
+        num_bytes += sent.nbytes
+        stage.put(name, sent)
+    stage.commit()
+    assert report.num_bytes == num_bytes
+    for got, expected in zip(world.engine.weights.table.storages(), want.table.storages(), strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_the_same_weights_pushed_twice_give_bit_identical_outputs(folders):
