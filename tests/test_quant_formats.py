@@ -308,7 +308,7 @@ def test_rows_are_cut_where_scales_begin():
 def test_plain_torch_multiplies_piece_by_piece(form: Format, dtype, monkeypatch):
     stack = Packed(form, form.encode(randn(2, 300, 128)))
     x = randn(7, 128, seed=1).to(dtype)
-    monkeypatch.setattr("batchgen.quant.packed.CHUNK_VALUES", 128 * 40)
+    monkeypatch.setattr("batchgen.quant.format.CHUNK_VALUES", 128 * 40)
     got, expected = linear(x, stack[1]), x @ stack.decode(dtype)[1].T
     assert got.dtype == dtype
     torch.testing.assert_close(got, expected, atol=1e-4 if dtype == torch.float32 else 0.3, rtol=1e-5 if dtype == torch.float32 else 0.02)

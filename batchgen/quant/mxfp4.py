@@ -21,8 +21,6 @@ from batchgen.quant.format import SLACK, Format, Parts, PartSpec, check_matrix, 
 
 GROUP = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Half-way between neighbours; these themselves go to the even code."""
 SCALE_BIAS = 127
 MOST_SCALE = 252
 """6 times this, 2^125, is the largest product that float32 holds."""
@@ -68,12 +66,12 @@ class Mxfp4(Format):
     def _encode(self, weight_RD: Tensor, parts: Parts) -> None:
         grouped = split(weight_RD, GROUP)
         exponents = _exponents(grouped)
-        # exact, and in two steps because 2^127 and its inverse are not both normal numbers
-        scaled = torch.ldexp(torch.ldexp(grouped.abs(), -(exponents // 2).unsqueeze(-1)), -(exponents - exponents // 2).unsqueeze(-1))
-        between = torch.tensor(BETWEEN, device=weight_RD.device)
-        below, reached = torch.bucketize(scaled, between), torch.bucketize(scaled, between, right=True)
-        code = torch.where(below % 2 == 0, below, reached) | (torch.signbit(grouped) << 3)
-        pairs = split(code.to(torch.uint8).flatten(-2), 2)
+        scaled = grouped.abs() * _power_of_two(-exponents).unsqueeze(-1)
+        # spacings are 0.5 up to 2, 1 up to 4, then 2; where one does not hold, its rounding gives a larger code
+        code = (scaled * 2).round_()
+        torch.minimum(code, scaled.round().add_(2), out=code)
+        torch.minimum(code, scaled.mul_(0.5).round_().add_(4), out=code)
+        pairs = split((code.to(torch.uint8) | (torch.signbit(grouped).to(torch.uint8) << 3)).flatten(-2), 2)
         codes, scales = (parts[suffix] for suffix in self.suffixes)
         codes.copy_((pairs[..., 0] | pairs[..., 1] << 4).view(codes.shape))
         scales.copy_(exponents + SCALE_BIAS)

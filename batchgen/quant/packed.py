@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from batchgen.quant.format import CHUNK_VALUES, Format, Parts
+from batchgen.quant.format import Format, Parts
 
 
 class Packed:
@@ -38,9 +38,9 @@ class Packed:
 
 
 def linear(x_TD: Tensor, weight_ND: Packed) -> Tensor:
-    """x @ weight.T in plain torch, in the type of x; at most `CHUNK_VALUES` weights, or one block of rows, are decoded at a time."""
-    (num_outputs, depth), block = weight_ND.shape, weight_ND.form.row_block
-    step = max(1, CHUNK_VALUES // depth // block) * block
+    """x @ weight.T in plain torch, in the type of x; `chunk_rows` of weights are decoded at a time."""
+    num_outputs, depth = weight_ND.shape
+    step = weight_ND.form.chunk_rows(depth, x_TD.device)
     y_TN = x_TD.new_empty(len(x_TD), num_outputs)
     for first in range(0, num_outputs, step):
         end = min(first + step, num_outputs)
