@@ -128,6 +128,9 @@ class WeightFill:
             if name.startswith(self._table.ignored):
                 return
             raise WeightUpdateError(f"the model has no parameter {name!r}; names are those of its Hugging Face checkpoint")
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            what = f"{tensor.layout} on {tensor.device}" if isinstance(tensor, Tensor) else f"of {type(tensor)}"
+            raise WeightUpdateError(f"{name} is {what}; send dense torch tensors with their values")
         if tuple(tensor.shape) != slot.checkpoint_shape:
             raise WeightUpdateError(f"{name} has shape {list(tensor.shape)}, the model's is {list(slot.checkpoint_shape)}")
         if tensor.dtype not in FLOATS:

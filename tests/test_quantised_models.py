@@ -111,6 +111,9 @@ def test_an_update_that_fails_leaves_every_packed_weight_as_it_was(made):
     for bad, match in (
         (torch.full_like(tensors[quantised], float("nan")), "not finite"),
         (tensors[quantised][:-1], "has shape"),
+        (tensors[quantised].to_sparse(), "is torch.sparse_coo on cpu; send dense"),
+        (tensors[quantised].to("meta"), "is torch.strided on meta; send dense"),
+        (tensors[quantised].tolist(), "is of <class 'list'>; send dense torch tensors"),
         (tensors[quantised].to(torch.float8_e4m3fn), "has dtype torch.float8_e4m3fn; send torch.float32"),
     ):
         with pytest.raises(WeightUpdateError, match=f"{quantised}.*{match}"):
@@ -177,6 +180,7 @@ def test_parts_that_contradict_each_other_are_refused_before_any_is_read(tmp_pat
         ("deepseek_fp8", change(FP8_NAME, lambda w: w.view(torch.uint8).fill_(127).view(w.dtype)), f"{FP8_NAME}: a value is NaN"),
         ("kimi_int4", change(f"{INT4_NAME}_shape", lambda s: s.flip(0)), rf"{INT4_NAME}: weight_shape says \[64, 32\], .* \[32, 64\]"),
         ("kimi_int4", change(f"{INT4_NAME}_scale", lambda s: s * float("inf")), f"{INT4_NAME}: a group's scale is not finite"),
+        ("kimi_int4", change(f"{INT4_NAME}_scale", lambda s: s.fill_(3e38)), f"{INT4_NAME}: a group's scale is not finite or not below"),
         ("gpt_oss_mxfp4", change(f"{BLOCKS_NAME}_scales", lambda s: s.fill_(255)), f"{BLOCKS_NAME}: a group's scale is NaN"),
     ],
 )

@@ -11,7 +11,6 @@ whose largest error in the group is least; each integer is w / s to the nearest,
 7 or -8, come back as they were: exactly from float32; from bfloat16, in which a trainer may keep them, with the same integers.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,8 @@ from batchgen.quant.format import LEAST_SCALE, SLACK, Format, Parts, PartSpec, c
 
 PER_WORD = 8
 ZERO = 8
+MOST_SCALE = 2.0**125
+"""8 times less than this is a number of float32."""
 STEPS = (7.0, 7.5, 8.0)
 
 
@@ -92,8 +93,8 @@ class Int4(Format):
         return (split(values, self.group) * parts["_scale"].float().unsqueeze(-1)).flatten(-2)
 
     def _broken(self, parts: Parts) -> str | None:
-        if not parts["_scale"].abs().amax() < math.inf:  # not even if one is NaN
-            return "a group's scale is not finite"
+        if not parts["_scale"].abs().amax() < MOST_SCALE:  # not even if one is NaN
+            return "a group's scale is not finite or not below 2^125"
         shape = self.shape(parts)[-2:]
         if (parts["_shape"] != torch.tensor(shape, device=parts["_shape"].device)).any():
             return f"weight_shape says {parts['_shape'].view(-1, 2)[0].tolist()}, the packed tensor is {list(shape)}"
