@@ -5,6 +5,7 @@ Never builds a model.
 import functools
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -121,6 +122,15 @@ class Checkpoint:
             where = f"{stored[name].file} has it" if name in stored else "no shard has it"
             raise ModelError(f"{self.folder / INDEX} places {name} in {self._weight_map[name]}, but {where}; copy the folder again")
         return stored
+
+    @property
+    def float_dtype(self) -> torch.dtype:
+        """The type, of those that need no scales, that most values are stored in."""
+        sizes = dict.fromkeys(FLOATS, 0)
+        for entry in self.stored.values():
+            if entry.dtype in sizes:
+                sizes[entry.dtype] += math.prod(entry.shape)
+        return max(FLOATS, key=lambda dtype: sizes[dtype])
 
     def tensors(self, ignored: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by name, but those whose names start with `ignored`; at most one shard is open at a time."""

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from batchgen import LLM, SamplingParams
+from batchgen.events import SampleFinished
+from batchgen.request import Request
 
 PROMPTS = [random.Random(n).choices(range(256), k=n) for n in (7, 1, 41, 18, 90)]
 CUTS: dict[str, dict[str, int]] = {
@@ -34,3 +36,20 @@ def assert_results_do_not_depend_on(options: dict[str, int], folder: Path, devic
         assert llm.engine.stats().preemptions > 0
     assert [[s.token_ids for s in g.samples] for g in cut] == [[s.token_ids for s in g.samples] for g in whole]
     assert [[s.logprobs for s in g.samples] for g in cut] == [[s.logprobs for s in g.samples] for g in whole]
+
+
+def assert_samples_of_a_group_are_those_of_lone_requests(folder: Path) -> None:
+    """Samples that share a prompt's pages and state are bit for bit those of engines that computed the prompt for each of them."""
+    params = SamplingParams(n=3, max_tokens=20, seed=5, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[4]]
+    groups = make(folder, deterministic=True, page_size=4).generate(prompts, params)
+    for index in range(params.n):
+        engine = make(folder, deterministic=True, page_size=4).engine
+        for number, ids in enumerate(prompts):
+            engine.submit(Request(request_id=str(number), prompt_token_ids=ids, params=params, sample_indices=[index], seed_base=5))
+        alone = {}
+        while engine.has_work:
+            alone |= {event.request_id: event.sample for event in engine.step() if isinstance(event, SampleFinished)}
+        for number, group in enumerate(groups):
+            assert alone[str(number)].token_ids == group.samples[index].token_ids
+            assert alone[str(number)].logprobs == group.samples[index].logprobs

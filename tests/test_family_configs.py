@@ -134,6 +134,12 @@ def test_a_field_of_any_kind_and_size_is_read_or_one_error_that_names_it(tmp_pat
                 assert value in PLAUSIBLE or path[-1] in str(error), (path, value, error)
 
 
+def test_glm_5_3_flash_may_be_flat_as_text_only_checkpoints_are(tmp_path: Path):
+    values = config_of("glm5_next")
+    flat = {name: value for name, value in values.items() if name not in ("text_config", "vision_config")} | values["text_config"]
+    assert read(tmp_path, flat | {"architectures": values["architectures"]}) == read(tmp_path, values)
+
+
 @pytest.mark.parametrize("value", [1, 40])
 def test_whole_numbers_are_fractions_too(tmp_path: Path, value):
     config = read(tmp_path, config_of("olmoe") | {"clip_qkv": value, "rms_norm_eps": value})

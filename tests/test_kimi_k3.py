@@ -3,7 +3,7 @@
 import pytest
 import torch
 from kimi_k3_reference import Reference, random_weights, tiny_config, write_checkpoint
-from model_checks import CUTS, PROMPTS, assert_results_do_not_depend_on, make
+from model_checks import CUTS, PROMPTS, assert_results_do_not_depend_on, assert_samples_of_a_group_are_those_of_lone_requests, make
 from tiny_models import Runner
 
 from batchgen import SamplingParams
@@ -64,6 +64,10 @@ def test_greedy_tokens_equal_the_reference_over_64_steps_and_so_do_its_routers_c
 @pytest.mark.parametrize("cut", CUTS)
 def test_results_are_the_same_bit_for_bit_however_the_work_is_cut(made, cut):
     assert_results_do_not_depend_on(CUTS[cut], made[0])
+
+
+def test_samples_that_share_a_prompt_are_those_that_do_not_bit_for_bit(made):
+    assert_samples_of_a_group_are_those_of_lone_requests(made[0])
 
 
 def test_a_trainers_tensors_under_the_checkpoints_names_are_an_update(tmp_path, made):

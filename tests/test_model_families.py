@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from model_checks import CUTS, PROMPTS, assert_results_do_not_depend_on, make
+from model_checks import CUTS, PROMPTS, assert_results_do_not_depend_on, assert_samples_of_a_group_are_those_of_lone_requests, make
 from released_models import released_models
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, Runner, tiny_model
@@ -137,6 +137,10 @@ def test_greedy_tokens_equal_transformers_over_64_steps(folder):
 @pytest.mark.parametrize("cut", CUTS)
 def test_results_are_the_same_bit_for_bit_however_the_work_is_cut(folder, cut):
     assert_results_do_not_depend_on(CUTS[cut], folder)
+
+
+def test_samples_that_share_a_prompt_are_those_that_do_not_bit_for_bit(folder):
+    assert_samples_of_a_group_are_those_of_lone_requests(folder)
 
 
 @pytest.mark.parametrize("family", MOE)

@@ -242,8 +242,16 @@ def test_the_fingerprint_changes_with_the_config_and_the_tensors(folder):
     assert len({first, second, load(folder).fingerprint}) == 3
 
 
-def test_auto_is_float32_unless_the_checkpoint_is_bfloat16(folder):
-    assert load(folder, "auto").dtype == torch.float32
+@pytest.mark.parametrize("named", ["float32", "bfloat16", "float16", "torch.bfloat16", "absent"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_is_the_checkpoints_type_on_a_gpu_and_float32_on_a_cpu(folder, named, stored):
+    """gpt-oss's config.json names no type."""
+    edit_config(folder, dtype=named)
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensor.to(stored) for name, tensor in tensors.items() if tensor.dim() > 1}))
+    own = getattr(torch, named.removeprefix("torch.")) if named != "absent" else stored
+    assert outline_model(str(folder), "auto", "cuda", deterministic=False).dtype == (own if own == torch.bfloat16 else torch.float32)
+    assert outline_model(str(folder), "auto", "cpu", deterministic=False).dtype == torch.float32
+    assert outline_model(str(folder), "bfloat16", "cpu", deterministic=False).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("weight_map", [[], "x", 3, None, {}, {"a": 3}, {"a": None}, {"a": ["b"]}, {"a": ""}, {"a": "x" * 5000}], ids=repr)

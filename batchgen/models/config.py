@@ -108,7 +108,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str
-    """The checkpoint's own type: `float32`, `bfloat16` or `float16`."""
+    """The checkpoint's own type: `float32`, `bfloat16` or `float16`; empty where config.json does not say."""
     residuals: ResidualsSpec | None = None
     """None: a plain residual stream."""
     norm_offset: float = 0.0
@@ -170,6 +170,6 @@ def read_decoder(
         "max_position_embeddings": reader.context,
         "tie_word_embeddings": reader.flag("tie_word_embeddings"),
         "eos_token_ids": tuple(eos),
-        "dtype": str(reader.get("dtype", "torch_dtype", default="float32")),
+        "dtype": str(reader.get("dtype", "torch_dtype", default="")),
     }
     return ModelConfig(**(fields | family))

@@ -21,8 +21,9 @@ LAYER_TYPES = ("linear_attention", "indexed_attention", "full_attention")
 
 
 def read_config(values: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
-    """ModelConfig of a GLM-5.3-Flash config.json and generation_config.json."""
-    reader = ConfigReader(values).nested("text_config")
+    """ModelConfig of a GLM-5.3-Flash config.json, with a `text_config` or, without a vision tower, flat, and generation_config.json."""
+    reader = ConfigReader(values)
+    reader = reader.nested("text_config") if reader.has("text_config") else reader
     reader.refuse("index_kpool_always_select_tail", (True,))
     reader.refuse("qk_rope_head_dim", (0,))
     limited = Activation("limited", b=reader.number("swiglu_limit"))

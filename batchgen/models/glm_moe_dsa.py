@@ -1,4 +1,4 @@
-"""GLM-5, 5.1 and 5.2: DeepSeek-V3.2's layers, some of which see the keys that an earlier one chose. In: config.json. Out: ModelConfig."""
+"""GLM-5 to GLM-5.3: DeepSeek-V3.2's layers, some of which see the keys that an earlier one chose. In: config.json. Out: ModelConfig."""
 
 from dataclasses import replace
 from typing import Any

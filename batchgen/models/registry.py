@@ -89,13 +89,13 @@ def read_model_config(checkpoint: Checkpoint) -> ModelConfig:
     return family.read_config(checkpoint.config, checkpoint.generation_config)
 
 
-def choose_dtype(dtype: str, config: ModelConfig, device: torch.device, quantised: bool) -> torch.dtype:
-    """`auto` is the checkpoint's type; on a CPU, where all arithmetic is float32, float32, but for quantised checkpoints, whose point is
-    memory."""
+def choose_dtype(dtype: str, config: ModelConfig, stored: torch.dtype, device: torch.device, quantised: bool) -> torch.dtype:
+    """`auto` is the checkpoint's type, by config.json or else as tensors are `stored` (GPT-OSS); on a CPU, where all arithmetic is float32,
+    float32, but for quantised checkpoints, whose point is memory."""
     if dtype != "auto":
         return DTYPES[dtype]
     keeps = device.type != "cpu" or quantised
-    return torch.bfloat16 if config.dtype.endswith("bfloat16") and keeps else torch.float32
+    return torch.bfloat16 if keeps and (config.dtype or str(stored)).endswith("bfloat16") else torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def outline_model(folder: str, dtype: str, device: str | torch.device, determini
     checkpoint = Checkpoint(folder)
     config = read_model_config(checkpoint)
     quantization = read_quantization(checkpoint.config, str(checkpoint.folder / "config.json"), stored=checkpoint.stored)
-    storage_dtype = choose_dtype(dtype, config, device, quantised=quantization is not None)
+    storage_dtype = choose_dtype(dtype, config, checkpoint.float_dtype, device, quantised=quantization is not None)
     if config.num_layers > len(checkpoint.stored):
         raise ModelError(f"config.json: num_hidden_layers is {config.num_layers}, but {folder} has {len(checkpoint.stored)} tensors in all")
     nowhere = Arithmetic(storage_dtype=storage_dtype, device=torch.device("meta"), deterministic=False)
