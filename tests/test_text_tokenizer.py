@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from text_samples import CORPUS, KINDS, SPECIAL, byte_level, metaspace
+from tiny_models import save_byte_tokenizer
 from tokenizers import Tokenizer as Library
 
 from batchgen import LLM
@@ -208,3 +209,24 @@ def test_a_broken_folder_is_a_model_error(tmp_path, files):
 def test_a_decoder_that_does_not_work_token_by_token_is_a_model_error(decoder):
     with pytest.raises(ModelError, match="decoder"):
         Tokenizer(metaspace() | {"decoder": decoder}).decode([5])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "match"),
+    [
+        ("tokenizer.json", b'{"added_tokens": [{"id": "x"}]}', r"tokenizer.json: .*added_tokens"),
+        ("tokenizer.json", b'{"added_tokens": null}', r"tokenizer.json: .*added_tokens"),
+        ("tokenizer.json", b'{"decoder": ["x"]}', r"tokenizer.json: .*decoder"),
+        ("tokenizer.json", b'{"a":' * 30000, r"tokenizer.json is not JSON"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": "x"}}', r"tokenizer_config.json: .*added_tokens_decoder"),
+        ("tokenizer_config.json", b'{"eos_token": ["x"]}', r"tokenizer_config.json: .*eos_token"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "a"}]}', r"tokenizer_config.json: .*chat_template"),
+        ("special_tokens_map.json", b'{"pad_token": [1]}', r"special_tokens_map.json: .*pad_token"),
+        ("chat_template.jinja", b"\xff", r"chat_template.jinja is not text"),
+    ],
+)
+def test_a_file_with_fields_of_another_type_is_refused_and_named(tmp_path, file, content, match):
+    save_byte_tokenizer(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ModelError, match=match):
+        Tokenizer.from_folder(tmp_path)

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from batchgen.errors import ModelError, RequestError
@@ -91,12 +92,12 @@ class Tokenizer:
         `num_ids`: size of the model's table where that is padded; ids beyond the tokenizer's own decode to nothing.
         """
         folder = Path(path)
-        spec, config = _read_json(folder / "tokenizer.json"), _read_json(folder / "tokenizer_config.json") or {}
+        spec, config = _read_json(folder / "tokenizer.json", _Spec), _read_json(folder / "tokenizer_config.json", _Config) or {}
         ranked = spec is None
         spec = tiktoken_spec(folder, config) if spec is None else spec
         if spec is None:
             return None
-        config = (_read_json(folder / "special_tokens_map.json") or {}) | config
+        config = (_read_json(folder / "special_tokens_map.json", _Config) or {}) | config
         model = _read_json(folder / "config.json") or {}
         eos: Any = (_read_json(folder / "generation_config.json") or {}).get("eos_token_id")
         eos = model.get("eos_token_id") if eos is None else eos
@@ -376,15 +377,60 @@ def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+class _Added(msgspec.Struct):
+    content: str
+    id: int
+    special: bool
+
+
+class _Spec(msgspec.Struct):
+    """What is read of tokenizer.json here; the rest is for `tokenizers`."""
+
+    added_tokens: list[_Added] = []
+    decoder: dict[str, Any] | None = None
+
+
+class _Marked(msgspec.Struct):
+    content: str
+    special: bool = False
+
+
+class _Template(msgspec.Struct):
+    name: str
+    template: str
+
+
+_Named = str | dict[str, Any] | bool | None
+
+
+class _Config(msgspec.Struct):
+    """What is read of tokenizer_config.json and special_tokens_map.json here."""
+
+    added_tokens_decoder: dict[str, _Marked] = {}
+    chat_template: str | list[_Template] | None = None
+    bos_token: _Named = None
+    eos_token: _Named = None
+    unk_token: _Named = None
+    sep_token: _Named = None
+    pad_token: _Named = None
+    cls_token: _Named = None
+    mask_token: _Named = None
+
+
+def _read_json(path: Path, shape: type = dict) -> dict[str, Any] | None:
+    """The file's object, whose known fields have the types of `shape`; None if there is no file."""
     if not path.is_file():
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} holds a {type(values).__name__}, not an object")
+    try:
+        msgspec.convert(values, shape)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{path}: {error}; copy the file again") from error
     return values
 
 
@@ -392,7 +438,10 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Template name → source: chat_template.jinja, else tokenizer_config.json's string or list of named ones."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return {"default": file.read_text(encoding="utf-8")}
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except ValueError as error:
+            raise ModelError(f"{file} is not text: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
         return {entry["name"]: entry["template"] for entry in template}
