@@ -7,6 +7,7 @@ from typing import Literal
 
 MAX_SEQS = 1 << 16
 MAX_THREADS = 1024
+MAX_SPECULATIVE_TOKENS = 15
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
@@ -40,6 +41,8 @@ class EngineConfig:
     """Longest prompt + output in tokens. None: the model's own limit."""
     decision_interval: int = 16
     """Decode steps between two visits of the scheduler, at most."""
+    num_speculative_tokens: int = 0
+    """Most tokens guessed at a time from what was seen before, while few sequences are live and it is faster. Results stay the same."""
     num_threads: int | None = None
     """CPU threads for torch, at most 1,024. None: torch's default."""
 
@@ -48,7 +51,8 @@ class EngineConfig:
             raise ValueError(f"dtype is auto, float32 or bfloat16, got {self.dtype!r}")
         if not (isinstance(self.device, str) and re.fullmatch(r"cpu|cuda(:\d+)?", self.device)):
             raise ValueError(f"device is cpu, cuda or cuda:N, got {self.device!r}")
-        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens", "decision_interval", "max_model_len", "num_threads", "seed"):
+        counts = ("page_size", "max_num_seqs", "max_num_batched_tokens", "decision_interval", "num_speculative_tokens", "seed")
+        for name in (*counts, "max_model_len", "num_threads"):
             value = getattr(self, name)
             if type(value) is not int and (value is not None or name not in ("max_model_len", "num_threads")):
                 raise ValueError(f"{name} is an integer, got {value!r}")
@@ -56,6 +60,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and type(value) not in (int, float):
                 raise ValueError(f"{name} is a number or None, got {value!r}")
+        if not 0 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ValueError(f"num_speculative_tokens is 0 to {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}")
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size is a power of two, got {self.page_size}")
         for name in ("max_num_seqs", "max_num_batched_tokens", "decision_interval"):

@@ -22,10 +22,10 @@ from batchgen.kv_cache import KVCache
 from batchgen.outputs import Sample
 from batchgen.request import Request, sample_seed
 from batchgen.residency import Residency, Share
-from batchgen.runner import Chunk, Runner
-from batchgen.sampler import prompt_logprobs
+from batchgen.runner import Chunk, Runner, score
 from batchgen.scheduler import Limits, PrefillView, ReadyView, RunningView, SchedulerState, StepPlan, plan
 from batchgen.sequence import Decoded, Finish, Prefill, PrefixComputed, Prompt, Resumption, Sequence, State
+from batchgen.speculation import MOST_LIVE, Speculation
 from batchgen.text.stream import TextStream
 from batchgen.weights import WeightStage
 
@@ -67,6 +67,7 @@ class Engine:
         self._paused = False
         self._update: tuple[WeightStage, UpdatePolicy, float] | None = None
         self._stats = EngineStats()
+        self._speculation = Speculation(config.num_speculative_tokens)
 
     @property
     def weights_version(self) -> int:
@@ -215,14 +216,38 @@ class Engine:
                 prefill = self._prefilling[job_id]
                 chunks.append(Chunk(prefill, prefill.num_computed, min(number, prefill.num_left)))
         self._runner.slots.extend_pages(grown)
+        only_decode = not step_plan.starts and not chunks
+        if only_decode and step_plan.num_steps > self.config.num_speculative_tokens and (drafts := self._drafts(seqs)) is not None:
+            self._speculate(seqs, drafts)
+            return
+        started = time.monotonic()
         decoded_tokens, prefilled = self._runner.run(seqs, chunks, step_plan.num_steps, step_plan.stop_below, self.weights_version)
         for seq, decoded in first_tokens():
             self._resume(seq, decoded)
-        for seq, decoded in zip(seqs, decoded_tokens(), strict=True):
+        results = decoded_tokens()
+        if only_decode and len(seqs) <= MOST_LIVE:
+            self._speculation.note(False, sum(len(decoded.token_ids) for decoded in results), time.monotonic() - started)
+        for seq, decoded in zip(seqs, results, strict=True):
             if seq.finish_reason is None:
                 self._resume(seq, decoded)
         for chunk in chunks:
             self._advance(chunk, *prefilled[chunk.prefill.id], events)
+
+    def _drafts(self, seqs: list[Sequence]) -> list[list[int]] | None:
+        """What to have the model check in one pass in place of decoding; None: decode."""
+        drafts = self._speculation.drafts(seqs)
+        return drafts if drafts is not None and self._runner.takes_drafts(seqs) else None
+
+    def _speculate(self, seqs: list[Sequence], drafts: list[list[int]]) -> None:
+        started = time.monotonic()
+        results = self._runner.verify(seqs, drafts, self.weights_version)
+        num_tokens = sum(len(decoded.token_ids) for decoded in results)
+        self._stats.drafted_tokens += sum(map(len, drafts))
+        self._stats.accepted_tokens += num_tokens - len(seqs)
+        for seq, decoded in zip(seqs, results, strict=True):
+            self._resume(seq, decoded)
+        self._runner.slots.fill([seq for seq in seqs if seq.finish_reason is None])
+        self._speculation.note(True, num_tokens, time.monotonic() - started)
 
     def _yield(self, seq: Sequence) -> None:
         self.residency.publish(seq)
@@ -308,7 +333,7 @@ class Engine:
             if job.want_routed and routed_TLK is not None:
                 job.routed.append(routed_TLK.cpu().numpy())
             if job.scored_by is not None:
-                self._score(job, chunk, logits_MV)
+                score(job, chunk, logits_MV)
         if job.num_left:
             return
         del self._prefilling[job.id]
@@ -323,21 +348,6 @@ class Engine:
                 )
         else:
             self._resume_from(job)
-
-    def _score(self, prompt: Prompt, chunk: Chunk, logits_MV: torch.Tensor) -> None:
-        assert prompt.scored_by is not None
-        params = prompt.scored_by.params
-        targets = prompt.token_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
-        if not targets:
-            return
-        targets_M = torch.tensor(targets, device=logits_MV.device)
-        temperature = 1.0 if params.greedy else params.temperature
-        logprobs_M, top_ids_MK, tops_MK = prompt_logprobs(
-            logits_MV[: len(targets)], targets_M, params.prompt_logprobs or 0, temperature, params.logprobs_mode
-        )
-        prompt.score_logprobs += logprobs_M.tolist()
-        if params.prompt_logprobs and top_ids_MK is not None and tops_MK is not None:
-            prompt.score_tops += [dict(zip(i, v, strict=True)) for i, v in zip(top_ids_MK.tolist(), tops_MK.tolist(), strict=True)]
 
     def _resume_from(self, job: Prefill) -> None:
         assert isinstance(job, Resumption)
@@ -411,6 +421,7 @@ class Engine:
     def _collect(self, events: list[Event]) -> None:
         """Report progress and take finished sequences apart."""
         for seq in self.runtime.take_finished():
+            self._speculation.learn(seq)
             if seq.pages:
                 self.residency.publish(seq)
                 self.residency.release(seq)
@@ -467,6 +478,7 @@ class Engine:
         self._live_ids[request_id] -= 1
         if not self._live_ids[request_id]:
             del self._live_ids[request_id]
+            self._speculation.forget(request_id)
         reason = sample.finish_reason
         self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
         events.append(SampleFinished(request_id=request_id, sample=sample, num_cached_tokens=num_cached))

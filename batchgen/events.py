@@ -87,6 +87,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prefill_tokens: int = 0
     """Prompt or recomputed tokens that went through the model."""
     output_tokens: int = 0
+    drafted_tokens: int = 0
+    """Guessed by speculation, and how many of them the model sampled."""
+    accepted_tokens: int = 0
     preemptions: int = 0
     busy_s: float = 0.0
     weight_updates: int = 0

@@ -68,7 +68,7 @@ class SlotUniforms:
         return self._seed_S
 
     def at(self, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Float64 [B]."""
+        """Float64 [B]. A slot may come with several positions."""
         seed_S = self.seeds()
         if seed_S.is_cuda:
             from batchgen.kernels import sampling
@@ -76,10 +76,13 @@ class SlotUniforms:
             return sampling.uniforms(seed_S, slots_B, positions_B)
         block_B = positions_B // _BLOCK
         stale_B = self._block_S[slots_B] != block_B
+        uniform_B = self._uniform_SP[slots_B, positions_B % _BLOCK]
         if bool(stale_B.any()):
             slots_R, block_R = slots_B[stale_B], block_B[stale_B]
             positions_RP = block_R[:, None] * _BLOCK + torch.arange(_BLOCK)
             key_2R = torch.stack([seed_S[slots_R] & _MASK, seed_S[slots_R] >> 32 & _MASK])
-            self._uniform_SP[slots_R] = uniforms(key_2R, positions_RP)
-            self._block_S[slots_R] = block_R
-        return self._uniform_SP[slots_B, positions_B % _BLOCK]
+            uniform_RP = uniforms(key_2R, positions_RP)
+            uniform_B[stale_B] = uniform_RP.gather(1, (positions_B[stale_B] % _BLOCK)[:, None])[:, 0]
+            last = torch.tensor(list({slot: row for row, slot in enumerate(slots_R.tolist())}.values()))
+            self._uniform_SP[slots_R[last]], self._block_S[slots_R[last]] = uniform_RP[last], block_R[last]
+        return uniform_B

@@ -23,7 +23,7 @@ from batchgen.kv_cache import KVCache
 from batchgen.models.registry import LoadedModel
 from batchgen.packing import PackedBatch
 from batchgen.prefixes import SharedPrefixes, shared_runs
-from batchgen.sampler import SampledTokens, Sampler
+from batchgen.sampler import SampledTokens, Sampler, prompt_logprobs
 from batchgen.sequence import Decoded, Prefill, Prompt, Sequence
 from batchgen.slots import Slots
 
@@ -37,6 +37,19 @@ NAN_LOGITS = ErrorInfo(
 )
 
 
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """Tokens of one sequence that go through the model together, and where they belong."""
+
+    ids: list[int]
+    start: int
+    """Position of the first."""
+    pages: list[int]
+    place: int
+    wanted: tuple[int, int]
+    """Those whose logits are asked for, from and to, counted from the first."""
+
+
 @dataclass(slots=True)
 class Chunk:
     """Tokens start..start+count-1 of a prefill."""
@@ -48,6 +61,13 @@ class Chunk:
     @property
     def final(self) -> bool:
         return self.start + self.count == len(self.prefill.token_ids)
+
+    def piece(self) -> Piece:
+        """What goes into the pass."""
+        prefill, end = self.prefill, self.start + self.count
+        return Piece(
+            ids=prefill.token_ids[self.start : end], start=self.start, pages=prefill.pages, place=prefill.place, wanted=_logit_range(self)
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,7 +184,7 @@ class Runner:
     ) -> dict[int, tuple[Tensor, Tensor | None]]:
         """One pass over the rows and the prefill chunks; results by prefill id."""
         live_B, num_rows = self.slots.live(slots_B), len(slots)
-        batch = self._pack(self.slots.decode_batch(live_B, -(-longest // self._page_size)), chunks)
+        batch = self._pack(self.slots.decode_batch(live_B, -(-longest // self._page_size)), [chunk.piece() for chunk in chunks])
         batch.shared = self._prefixes.view(num_rows) if sharing else None
         batch.return_routed = want_routed or any(isinstance(c.prefill, Prompt) and c.prefill.want_routed for c in chunks)
         out = self.model.forward(batch, self.kv)
@@ -217,21 +237,21 @@ class Runner:
         records.sampled.append(sampled)
         self.slots.advance(live_B, sampled.token_ids_B, sampled.failed_B)
 
-    def _pack(self, rows: PackedBatch, chunks: list[Chunk]) -> PackedBatch:
-        """The decode rows, and behind them the chunks."""
+    def _pack(self, rows: PackedBatch, pieces: list[Piece]) -> PackedBatch:
+        """The decode rows, and behind them the pieces."""
         num_rows, old_width = rows.page_table_BP.shape
-        counts = [chunk.count for chunk in chunks]
+        counts = [len(piece.ids) for piece in pieces]
         starts = list(accumulate(counts, initial=num_rows))
-        pages = [np.asarray(chunk.prefill.pages) for chunk in chunks]
-        positions = [np.arange(chunk.start, chunk.start + chunk.count) for chunk in chunks]
-        ids = [np.asarray(chunk.prefill.token_ids[chunk.start : chunk.start + chunk.count]) for chunk in chunks]
+        pages = [np.asarray(piece.pages) for piece in pieces]
+        positions = [np.arange(piece.start, piece.start + count) for piece, count in zip(pieces, counts, strict=True)]
         slots = [own[at // self._page_size] * self._page_size + at % self._page_size for own, at in zip(pages, positions, strict=True)]
-        logit_rows = [np.arange(*_logit_range(chunk, first)) for chunk, first in zip(chunks, starts[:-1], strict=True)]
-        table = np.zeros((len(chunks), max([old_width, *map(len, pages)])), np.int64)
+        logit_rows = [np.arange(first + piece.wanted[0], first + piece.wanted[1]) for piece, first in zip(pieces, starts, strict=False)]
+        table = np.zeros((len(pieces), max([old_width, *map(len, pages)])), np.int64)
         for row, own in zip(table, pages, strict=True):
             row[: len(own)] = own
-        ids_T, positions_T, slots_T = self._tensor([np.concatenate(ids), np.concatenate(positions), np.concatenate(slots)])
-        contexts = [chunk.start + chunk.count for chunk in chunks]
+        ids = np.concatenate([np.asarray(piece.ids) for piece in pieces])
+        ids_T, positions_T, slots_T = self._tensor([ids, np.concatenate(positions), np.concatenate(slots)])
+        contexts = [piece.start + count for piece, count in zip(pieces, counts, strict=True)]
         return PackedBatch(
             input_ids_T=torch.cat([rows.input_ids_T, ids_T]),
             positions_T=torch.cat([rows.positions_T, positions_T]),
@@ -242,9 +262,45 @@ class Runner:
             page_table_BP=torch.cat([F.pad(rows.page_table_BP, (0, table.shape[1] - old_width)), self._tensor(table)]),
             logit_index_M=torch.cat([rows.logit_index_M, self._tensor(np.concatenate(logit_rows))]),
             prefill_contexts=contexts,
-            state_B=None if rows.state_B is None else torch.cat([rows.state_B, self._tensor([chunk.prefill.place for chunk in chunks])]),
+            state_B=None if rows.state_B is None else torch.cat([rows.state_B, self._tensor([piece.place for piece in pieces])]),
             return_routed=False,
         )
+
+    def takes_drafts(self, seqs: list[Sequence]) -> bool:
+        """Whether `verify` can: the model carries no states, which cannot be taken back, and the sequences ask for their tokens alone."""
+        plain = self.sampler.is_plain([seq.slot for seq in seqs])
+        return not self.kv.num_states and plain and not any(seq.request.params.return_routed_experts for seq in seqs)
+
+    def verify(self, seqs: list[Sequence], drafts: list[list[int]], version: int) -> list[Decoded]:
+        """One pass over each sequence's last token and its draft: the tokens that the model samples, up to the first that is not the
+        draft's. Those of the sequences that go on are to be filled in `slots` again."""
+        pieces = [
+            Piece(ids=[seq.output_ids[-1], *draft], start=seq.num_tokens - 1, pages=seq.pages, place=seq.place, wanted=(0, len(draft) + 1))
+            for seq, draft in zip(seqs, drafts, strict=True)
+        ]
+        none_B = torch.zeros(0, dtype=torch.int64, device=self.device)
+        out = self.model.forward(self._pack(self.slots.decode_batch(none_B, 0), pieces), self.kv)
+        counts = [len(piece.ids) for piece in pieces]
+        slots = np.repeat([seq.slot for seq in seqs], counts)
+        num_outputs = np.concatenate([np.arange(len(seq.output_ids), len(seq.output_ids) + n) for seq, n in zip(seqs, counts, strict=True)])
+        num_outputs_M = self._tensor(num_outputs)
+        if self._graphs is None:
+            sampled = self.sampler.sample(out.logits_MV, slots, num_outputs_M)
+        else:
+            sampled = self.sampler.sample_plain(out.logits_MV, self._tensor(slots), num_outputs_M)
+        tokens, logprobs, failed = sampled.token_ids_B.tolist(), sampled.logprobs_B.tolist(), sampled.failed_B.tolist()
+        results, first = [], 0
+        for seq, draft in zip(seqs, drafts, strict=True):
+            count = 1
+            while count <= len(draft) and tokens[first + count - 1] == draft[count - 1] and not failed[first + count - 1]:
+                if draft[count - 1] in seq.stop_token_ids:
+                    break
+                count += 1
+            decoded = Decoded(token_ids=tokens[first : first + count], logprobs=logprobs[first : first + count], version=version)
+            _judge(decoded, seq, NAN_LOGITS if failed[first + count - 1] else None)
+            results.append(decoded)
+            first += len(draft) + 1
+        return results
 
     def _tensor(self, values: np.ndarray | list[np.ndarray] | list[int]) -> Tensor:
         return torch.from_numpy(np.asarray(values, np.int64)).to(self.device, non_blocking=True)
@@ -290,14 +346,13 @@ def _judge(decoded: Decoded, seq: Sequence, fault: ErrorInfo | None) -> None:
         decoded.reason = "length"
 
 
-def _logit_range(chunk: Chunk, first: int) -> tuple[int, int]:
-    """Rows of the packed batch whose logits this chunk wants; its first token is row `first`."""
+def _logit_range(chunk: Chunk) -> tuple[int, int]:
+    """Tokens of the chunk whose logits it wants."""
     if not isinstance(chunk.prefill, Prompt):
-        return first, first
-    end = first + chunk.count
+        return 0, 0
     if chunk.prefill.scored_by is not None:
-        return first, end
-    return (end - 1, end) if chunk.final else (end, end)
+        return 0, chunk.count
+    return (chunk.count - 1, chunk.count) if chunk.final else (chunk.count, chunk.count)
 
 
 def _chunk_results(
@@ -306,7 +361,7 @@ def _chunk_results(
     results = {}
     row = token = num_rows
     for chunk in chunks:
-        low, high = _logit_range(chunk, 0)
+        low, high = _logit_range(chunk)
         routed = None if routed_TLK is None else routed_TLK[token : token + chunk.count]
         results[chunk.prefill.id] = (logits_MV[row : row + high - low], routed)
         row += high - low
@@ -327,3 +382,20 @@ def _tops(sampled: list[SampledTokens], sorted_N: Tensor) -> list[tuple[list[int
         else:
             rows += zip(step.top_ids_BK.tolist(), step.top_logprobs_BK.tolist(), strict=True)
     return [rows[i] for i in sorted_N.tolist()]
+
+
+def score(prompt: Prompt, chunk: Chunk, logits_MV: Tensor) -> None:
+    """Add the logprobs of the chunk's tokens, each by the logits of the one before, to what the prompt has."""
+    assert prompt.scored_by is not None
+    params = prompt.scored_by.params
+    targets = prompt.token_ids[chunk.start + 1 : chunk.start + chunk.count + 1]
+    if not targets:
+        return
+    targets_M = torch.tensor(targets, device=logits_MV.device)
+    temperature = 1.0 if params.greedy else params.temperature
+    logprobs_M, top_ids_MK, tops_MK = prompt_logprobs(
+        logits_MV[: len(targets)], targets_M, params.prompt_logprobs or 0, temperature, params.logprobs_mode
+    )
+    prompt.score_logprobs += logprobs_M.tolist()
+    if params.prompt_logprobs and top_ids_MK is not None and tops_MK is not None:
+        prompt.score_tops += [dict(zip(i, v, strict=True)) for i, v in zip(top_ids_MK.tolist(), tops_MK.tolist(), strict=True)]

@@ -18,6 +18,9 @@ BatchedTokens = Annotated[int | None, typer.Option(help="Most tokens in one forw
 MaxLen = Annotated[int | None, typer.Option(help="Longest prompt + output in tokens. Default: the model's limit.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of each node.")]
 Seed = Annotated[int | None, typer.Option(help="Run seed of the engine.")]
+Speculative = Annotated[
+    int | None, typer.Option("--num-speculative-tokens", help="Most tokens guessed at a time while few sequences are live.")
+]
 Deterministic = Annotated[bool, typer.Option(help="Bit-identical results whatever the batch mates.")]
 KeyFile = Annotated[Path | None, typer.Option(help="Key file made by `rollout keys`.")]
 
@@ -57,6 +60,7 @@ def serve(
     max_model_len: MaxLen = None,
     num_threads: Threads = None,
     seed: Seed = None,
+    num_speculative_tokens: Speculative = None,
     deterministic: Deterministic = False,
 ) -> None:
     """Start the service and its engine nodes on this machine."""
@@ -68,7 +72,7 @@ def serve(
     engine = _engine(
         model=str(model), dtype=dtype, device=device, kv_gb=kv_gb, device_memory_gb=device_memory_gb, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, num_threads=num_threads, seed=seed,
-        deterministic=deterministic,
+        num_speculative_tokens=num_speculative_tokens, deterministic=deterministic,
     )  # fmt: skip
     _check_model(model)
     with _told():
@@ -102,6 +106,7 @@ def node(
     max_model_len: MaxLen = None,
     num_threads: Threads = None,
     seed: Seed = None,
+    num_speculative_tokens: Speculative = None,
     deterministic: Deterministic = False,
 ) -> None:
     """Start one more engine that shares the work of a running service."""
@@ -113,7 +118,7 @@ def node(
     engine = _engine(
         model=str(model), dtype=dtype, device=device, kv_gb=kv_gb, device_memory_gb=device_memory_gb, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len, num_threads=num_threads, seed=seed,
-        deterministic=deterministic,
+        num_speculative_tokens=num_speculative_tokens, deterministic=deterministic,
     )  # fmt: skip
     _check_model(model)
     with _told():

@@ -103,7 +103,9 @@ def test_paged_attention_equals_plain_attention_on_ragged_rows(products, determi
     )
     num_heads, num_kv_heads = heads
     q_THGd = torch.randn(num_tokens, num_kv_heads, num_heads // num_kv_heads, 8, generator=generator)
-    attention = choose_attention(Arithmetic(storage_dtype=torch.float32, device=CPU, deterministic=deterministic), (*heads, 8))
+    attention = choose_attention(
+        Arithmetic(storage_dtype=torch.float32, device=CPU, deterministic=deterministic), (*heads, 8, 0), plain=True
+    )
     got = attention.attend(q_THGd, kv.stores[1], attention.plan(batch, kv), 0.3)
     for row, (context, size) in enumerate(zip(contexts, sizes, strict=True)):
         start = batch.query_starts[row]
