@@ -66,7 +66,7 @@ class Scope:
 
     def also(self, common: str, name: str) -> None:
         """Let trainers send what is registered as `name` under the name that a loaded model of transformers has for it, too."""
-        full = self.slot(name, torch.empty(0)).name
+        full = self.full(name)
         own = next(slot for slot in reversed(self.slots) if slot.name == full)
         self.register(common, own.view, shape=own.shape, covers=[own])
 
