@@ -1,6 +1,6 @@
 """One forward pass as tensors. In: nothing. Out: PackedBatch, the only thing a model sees of the scheduler. Never touches weights or KV."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class PackedBatch:
     """int64, padded with 0."""
     logit_index_M: Tensor
     """int64 indices into T."""
-    prefill_contexts: list[int] = field(default_factory=list)
+    prefill_contexts: list[int]
     """`context_lens_B` of the rows behind the first num_decode, for plans made on the host."""
     state_B: Tensor | None = None
     """int64, place of each row's state; None in models that keep none."""

@@ -92,6 +92,7 @@ class Slots:
             context_lens_B=num_tokens_B,
             page_table_BP=tables_BP,
             logit_index_M=torch.arange(num_rows, device=self.device),
+            prefill_contexts=[],
             state_B=None if self.places_S is None else self.places_S[live_B],
             return_routed=False,
         )

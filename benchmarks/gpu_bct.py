@@ -42,7 +42,8 @@ class RandomCheckpoint:
         self.folder = Path(folder)
         self.config: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
         self.generation_config: dict[str, Any] = {}
-        self.stored: dict[str, Any] = {}
+        self.stored = dict.fromkeys(range(self.config["num_hidden_layers"]))
+        self.float_dtype = torch.bfloat16
 
     def fingerprint(self) -> str:
         return "random"

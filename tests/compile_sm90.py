@@ -80,6 +80,7 @@ def make_batch(num_rows: int, num_prefill: int) -> PackedBatch:
         context_lens_B=contexts,
         page_table_BP=torch.zeros(len(sizes), 8, dtype=torch.int64),
         logit_index_M=torch.zeros(0, dtype=torch.int64),
+        prefill_contexts=[128] * num_prefill,
     )
 
 

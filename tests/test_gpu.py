@@ -49,6 +49,7 @@ def ragged_batch() -> PackedBatch:
         context_lens_B=torch.tensor(CONTEXTS, device=DEVICE),
         page_table_BP=table.to(DEVICE),
         logit_index_M=torch.zeros(0, dtype=torch.int64, device=DEVICE),
+        prefill_contexts=CONTEXTS[NUM_DECODE:],
     )
 
 
@@ -72,6 +73,7 @@ def batch_with_common_pages() -> tuple[PackedBatch, list[list[int]]]:
         context_lens_B=torch.tensor(contexts, device=DEVICE),
         page_table_BP=table.to(DEVICE),
         logit_index_M=torch.arange(8, device=DEVICE),
+        prefill_contexts=[],
     )
     return batch, pages
 

@@ -100,6 +100,7 @@ def test_paged_attention_equals_plain_attention_on_ragged_rows(products, determi
         context_lens_B=torch.tensor(contexts),
         page_table_BP=table,
         logit_index_M=torch.zeros(0, dtype=torch.int64),
+        prefill_contexts=contexts[5:],
     )
     num_heads, num_kv_heads = heads
     q_THGd = torch.randn(num_tokens, num_kv_heads, num_heads // num_kv_heads, 8, generator=generator)
